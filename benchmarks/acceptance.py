@@ -29,7 +29,9 @@ HEADINGS = (
     "weights, temperature | prompts | block | acceptance length | accepted at 1, 2, ... |"
     " plain tokens/s | drafted | drafted over plain | automatic over plain"
 )
-PLAIN, ALONE, AUTOMATIC = "plain", "no drafter", "automatic"
+PLAIN = "plain"
+ALONE = "no drafter"
+AUTOMATIC = "automatic"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +62,18 @@ class Measurement:
         first = dj.load(options.target, options.drafter, plan=plan)
         first.measures_drafting = False  # its modes draft in every step, or never
         alone = dataclasses.replace(plan, block=0)
-        self.engine, self.own = first, f"block {first.plan.block}"
+        self.engine = first
+        self.own = f"block {first.plan.block}"
         self.engines = {PLAIN: first, self.own: first}
         for block in options.blocks:
-            if (name := f"block {block}") not in self.engines:
+            name = f"block {block}"
+            if name not in self.engines:
                 self.engines[name] = self._like(dataclasses.replace(plan, block=block))
         self.engines[AUTOMATIC] = self._like(plan)
         self.engines[ALONE] = dj.load(options.target, None, plan=alone)
+        variants = ["greedy", "sampled"] if max(options.temperatures) > 0 else ["greedy"]
         for name, engine in self.engines.items():
-            engine.warm_up("greedy", *["sampled"][: max(options.temperatures) > 0])
+            engine.warm_up(*variants)
             if name == AUTOMATIC:
                 engine.time_drafting()
 
@@ -86,12 +91,21 @@ class Measurement:
         drafted = blocks if temperature == 0 else [self.own]
         return (PLAIN, ALONE, AUTOMATIC, *drafted)
 
-    def answer(self, mode: str, prompt: list[int], **options: Any) -> Answer:
+    def answer(
+        self, mode: str, prompt: list[int], *, max_tokens: int, temperature: float, seed: int
+    ) -> Answer:
         """Return the answer of a mode to a prompt."""
         from benchmarks.modes import generate
 
         drafts = mode not in (PLAIN, ALONE)
-        run = generate(self.engines[mode], prompt, speculative=drafts, **options)
+        run = generate(
+            self.engines[mode],
+            prompt,
+            speculative=drafts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
         rounds = tuple(run.acceptance_lengths) if drafts else ()
         return Answer(tuple(run.token_ids), rounds, run.decode_s, run.decode_cpu_s)
 
@@ -100,7 +114,8 @@ def cases(measurement: Measurement, options: argparse.Namespace) -> Iterator[Cas
     """Yield the prompts of the chosen sets."""
     from dflash_jax.bench.prompts import read_prompts
 
-    engine, limit = measurement.engine, options.max_tokens
+    engine = measurement.engine
+    limit = options.max_tokens
     room = engine.plan.max_length - limit
     for name in options.sets:
         if name != "conversations":
@@ -127,12 +142,14 @@ def conversations(engine: Any, count: int, limit: int) -> Iterator[Case]:
         if used[entry["category"]] > count:
             continue
         messages: list[dict[str, str]] = []
-        for turn in entry["turns"]:
+        for number, turn in enumerate(entry["turns"], 1):
             messages.append({"role": "user", "content": turn})
             ids = engine.chat_ids(messages)
             if len(ids) > room:
                 break
             yield Case(entry["category"], ids)
+            if number == len(entry["turns"]):
+                break
             said = engine.generate(ids, max_tokens=limit, speculative=False).text
             messages.append({"role": "assistant", "content": said})
 
@@ -145,35 +162,42 @@ def measure(
     Raises:
       SystemExit: answers of two modes differ.
     """
-    found: dict[str, list[Answer]] = {mode: [] for mode in measurement.modes(temperature)}
+    by_mode: dict[str, list[Answer]] = {mode: [] for mode in measurement.modes(temperature)}
     for number, case in enumerate(chosen):
-        options = {"max_tokens": max_tokens, "temperature": temperature}
-        for mode, answers in found.items():
-            answers.append(measurement.answer(mode, case.prompt, **options, seed=number))
-            if answers[-1].tokens != found[PLAIN][-1].tokens:
+        for mode, answers in by_mode.items():
+            answer = measurement.answer(
+                mode, case.prompt, max_tokens=max_tokens, temperature=temperature, seed=number
+            )
+            answers.append(answer)
+            if answer.tokens != by_mode[PLAIN][-1].tokens:
                 raise SystemExit(f"prompt {number}: the answer of {mode!r} is not that of plain")
         if sys.stderr.isatty():
             print(f"\r{number + 1}/{len(chosen)} ", end="", file=sys.stderr, flush=True)
-    return found
+    return by_mode
 
 
-def summary(chosen: Sequence[Case], found: Mapping[str, list[Answer]]) -> dict[str, Any]:
+def summary(chosen: Sequence[Case], by_mode: Mapping[str, list[Answer]]) -> dict[str, Any]:
     """Return the figures of every category, and of "all"."""
     names = dict.fromkeys(case.category for case in chosen)
     table = {}
     for name in [*names, "all"]:
         places = [i for i, case in enumerate(chosen) if name in (case.category, "all")]
         table[name] = {
-            mode: figures([answers[i] for i in places], found, places)
-            for mode, answers in found.items()
+            mode: figures([answers[i] for i in places], by_mode, places)
+            for mode, answers in by_mode.items()
         }
     return table
 
 
 def figures(
-    answers: Sequence[Answer], found: Mapping[str, list[Answer]], places: Sequence[int]
+    answers: Sequence[Answer], by_mode: Mapping[str, list[Answer]], places: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the figures of one mode; ratios are medians over prompts of paired speeds."""
+    """Return the figures of one mode; ratios are medians over prompts of paired speeds.
+
+    Args:
+      answers: those of the mode to the prompts at `places`.
+      by_mode: the answers of every mode to all prompts.
+    """
 
     def speed(answer: Answer) -> float:
         return (len(answer.tokens) - 1) / answer.decode_s
@@ -187,18 +211,27 @@ def figures(
     }
     for base in (PLAIN, ALONE):
         pairs = [
-            speed(answer) / speed(found[base][i])
+            speed(answer) / speed(by_mode[base][i])
             for answer, i in zip(answers, places, strict=True)
-            if len(answer.tokens) > 1 and len(found[base][i].tokens) > 1
+            if len(answer.tokens) > 1 and len(by_mode[base][i].tokens) > 1
         ]
         row[f"over {base}"] = spread(pairs).to_json() if len(pairs) > 1 else None
     rounds = [n for answer in answers for n in answer.rounds]
     if rounds:
         row["acceptance_length"] = sum(rounds) / len(rounds)
         row["accepted_per_position"] = [
-            sum(n > place for n in rounds) / len(rounds) for place in range(1, max(rounds))
+            len([n for n in rounds if n > place]) / len(rounds) for place in range(1, max(rounds))
         ]
     return row
+
+
+def fastest(groups: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the drafted mode and the plain mode that are the fastest over all prompts."""
+    every = groups["all"]
+    blocks = [mode for mode in every if mode.startswith("block ")]
+    best = max(blocks, key=lambda mode: every[mode]["tokens_per_s"])
+    base = max((PLAIN, ALONE), key=lambda mode: every[mode]["tokens_per_s"])
+    return best, base
 
 
 def table(tables: Mapping[str, Any]) -> list[str]:
@@ -209,10 +242,7 @@ def table(tables: Mapping[str, Any]) -> list[str]:
     """
     rows = []
     for title, groups in tables.items():
-        every = groups["all"]
-        blocks = [mode for mode in every if mode.startswith("block ")]
-        best = max(blocks, key=lambda mode: every[mode]["tokens_per_s"])
-        base = max((PLAIN, ALONE), key=lambda mode: every[mode]["tokens_per_s"])
+        best, base = fastest(groups)
         for name, modes in groups.items():
             drafted = modes[best]
             ratios = [modes[mode][f"over {base}"] for mode in (best, AUTOMATIC)]
@@ -251,8 +281,9 @@ def main(words: Sequence[str] | None = None) -> int:
         chosen = list(cases(measurement, options))
         for temperature in options.temperatures:
             load = os.getloadavg()[0]
-            found = measure(measurement, chosen, temperature, options.max_tokens)
-            groups, title = summary(chosen, found), f"{weights}, temperature {temperature:g}"
+            by_mode = measure(measurement, chosen, temperature, options.max_tokens)
+            groups = summary(chosen, by_mode)
+            title = f"{weights}, temperature {temperature:g}"
             print(*table({title: groups}), sep="\n", flush=True)
             report["tables"][title] = groups
             report["plan"] = dataclasses.asdict(measurement.engine.plan)

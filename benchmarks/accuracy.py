@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import heldout, heldout_chats
-from benchmarks.llama_cpp import (
+from benchmarks.llama_cpp.settings import (
     DRAFTED,
     LLAMA,
     MODES,
@@ -33,15 +33,21 @@ from benchmarks.llama_cpp import (
     merge,
     tokenizer_of,
 )
+from benchmarks.llama_cpp.worker import Worker
 from benchmarks.paired import markdown
-from benchmarks.workers import Worker
+from dflash_jax.importance import chunks_of
 
-WINDOW, MOST_WINDOWS = 128, 40  # tokens of a window, and windows of a model
-PROMPTS, TOKENS, LENGTH = 24, 96, 1024  # of the acceptance length, and room for them
+WINDOW = 128  # tokens of a window
+MOST_WINDOWS = 40  # windows of a model
+# Prompts and tokens by which acceptance lengths are measured, and room for both.
+PROMPTS = 24
+TOKENS = 96
+LENGTH = 1024
 ENGLISH = Path(__file__).with_name("heldout_english.txt")
 FLOAT_MODES = {name: MODES[name] for name in ("bfloat16", "int8", "int4")}
-HEADINGS = "model | mode | relative error | KL divergence | same greedy token | perplexity | τ"
-REFERENCE, STAGE = "float32", "accuracy"
+HEADINGS = "model | mode | relative error | KL divergence | same greedy token | perplexity"
+REFERENCE = "float32"
+STAGE = "accuracy"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "DFLASH_PROGRESS": "off"}
 
 
@@ -50,10 +56,10 @@ class Scores:
     """Figures of logits over all positions of some windows, against a reference."""
 
     max_error: float
-    relative_error: float  # of the root mean squares of errors and of logits
+    relative_error: float  # root mean square of errors over that of logits
     kl_divergence: float  # mean over positions, from the reference, in nats
     greedy_agreement: float
-    perplexity: float  # of the tokens of the windows
+    perplexity: float  # perplexity of the windows' tokens
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -64,10 +70,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def scores(logits: np.ndarray, reference: np.ndarray, windows: np.ndarray) -> Scores:
     """Return the scores of logits [W, T, V] of windows [W, T]."""
-    sums, count = np.zeros(5), windows.size
+    sums = np.zeros(5)
+    count = windows.size
     largest = 0.0
     for ours, theirs, ids in zip(logits, reference, windows, strict=True):
-        log_p, log_q = log_softmax(theirs), log_softmax(ours)
+        log_p = log_softmax(theirs)
+        log_q = log_softmax(ours)
         error = ours.astype(np.float64) - theirs
         largest = max(largest, float(np.abs(error).max()))
         sums += (
@@ -88,26 +96,28 @@ def scores(logits: np.ndarray, reference: np.ndarray, windows: np.ndarray) -> Sc
 
 
 def windows_of(model: str, target: Path) -> np.ndarray:
-    """Return windows of held-out text as ids [W, T]."""
-    encode = tokenizer_of(target).encode
-    if model == "tiny":
-        texts = [row["text"] for row in heldout() if "text" in row]
-    else:
-        texts = [ENGLISH.read_text(encoding="utf-8")]
-    ids = [i for text in texts for i in encode(text)]
+    """Return windows of held-out text as ids [W, T], of prose each after the start token."""
+    tokenizer = tokenizer_of(target)
+    if model != "tiny":
+        text = ENGLISH.read_text(encoding="utf-8")
+        return np.asarray(chunks_of(tokenizer, text, WINDOW)[:MOST_WINDOWS])
+    texts = [row["text"] for row in heldout() if "text" in row]
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer.encode(text)
     count = min(len(ids) // WINDOW, MOST_WINDOWS)
     return np.asarray(ids[: count * WINDOW]).reshape(count, WINDOW)
 
 
 def logits_of(worker: Worker, windows: np.ndarray) -> np.ndarray:
     """Return logits [W, T, V] that a worker computes."""
-    found = []
+    logits = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "logits")
         for ids in windows:
             worker.ask(f"logits {path} {','.join(map(str, ids))}")
-            found.append(np.fromfile(path, np.float32).reshape(len(ids), -1))
-    return np.stack(found)
+            logits.append(np.fromfile(path, np.float32).reshape(len(ids), -1))
+    return np.stack(logits)
 
 
 def acceptance_length(worker: Worker, prompts: Sequence[Sequence[int]]) -> float:
@@ -123,7 +133,8 @@ def modes(settings: Sequence[Setting]) -> Iterator[tuple[str, Callable[[], Worke
     def ours(setting: Setting, plan: dict[str, Any]) -> Callable[[], Worker]:
         drafted = setting.model == "tiny"
         command = setting.ours(plan | {"max_length": LENGTH}, drafted=drafted)
-        command += [] if drafted else ["--no-warm-up"]
+        if not drafted:
+            command.append("--no-warm-up")
         return lambda: Worker(command, setting.cores, environment=ENVIRONMENT)
 
     def theirs(setting: Setting, *, drafted: bool) -> Callable[[], Worker]:
@@ -149,60 +160,65 @@ def measure(model: str, settings: Sequence[Setting]) -> dict[str, Any]:
     windows = windows_of(model, settings[0].target)
     chat = tokenizer_of(settings[0].target).chat
     prompts = heldout_chats(chat, PROMPTS) if model == "tiny" else []
-    found: dict[str, Any] = {}
+    by_mode: dict[str, Any] = {}
     reference = np.zeros(0)
     for name, start in modes(settings):
         with start() as worker:
             if not name.endswith(DRAFTED):
                 logits = logits_of(worker, windows)
                 reference = logits if name == REFERENCE else reference
-                found[name] = dataclasses.asdict(scores(logits, reference, windows))
+                by_mode[name] = dataclasses.asdict(scores(logits, reference, windows))
             if prompts and (name.endswith(DRAFTED) or not name.startswith(LLAMA)):
                 length = acceptance_length(worker, prompts)
-                found[name.removesuffix(f" {DRAFTED}")]["acceptance_length"] = length
-        print(line(model, name, found[name.removesuffix(f" {DRAFTED}")]), flush=True)
-    return {"tokens": windows.size, "modes": found}
+                by_mode[name.removesuffix(f" {DRAFTED}")]["acceptance_length"] = length
+        print(line(model, name, by_mode[name.removesuffix(f" {DRAFTED}")]), flush=True)
+    return {"tokens": windows.size, "modes": by_mode}
 
 
 def line(model: str, name: str, figures: dict[str, Any]) -> str:
+    """Return the figures of one mode as a line of text."""
     shown = [f"{key} {value:.4g}" for key, value in figures.items()]
     return f"{model:10} {name:24} {'  '.join(shown)}"
 
 
 def table(cases: dict[str, Any]) -> list[str]:
-    """Return the table of docs/benchmarks.md: every mode, and llama.cpp's types, by model."""
+    """Return every mode and llama.cpp's types, by model, in Markdown; τ where it was measured."""
     rows = []
+    lengths = []
     for model, case in cases.items():
-        for name, found in case[STAGE]["modes"].items():
-            length = found.get("acceptance_length")
+        for name, figures in case[STAGE]["modes"].items():
+            length = figures.get("acceptance_length")
+            lengths.append("" if length is None else f"{length:.2f}")
             cells = [
                 model,
                 name,
-                f"{found['relative_error']:.1e}",
-                f"{found['kl_divergence']:.1e}",
-                f"{100 * found['greedy_agreement']:.1f} %",
-                f"{found['perplexity']:.2f}",
-                "" if length is None else f"{length:.2f}",
+                f"{figures['relative_error']:.1e}",
+                f"{figures['kl_divergence']:.1e}",
+                f"{100 * figures['greedy_agreement']:.1f} %",
+                f"{figures['perplexity']:.2f}",
             ]
             rows.append(cells)
-    return markdown(HEADINGS, rows)
+    if not any(lengths):
+        return markdown(HEADINGS, rows)
+    cells = [[*row, length] for row, length in zip(rows, lengths, strict=True)]
+    return markdown(f"{HEADINGS} | τ", cells)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure every model, printing each mode when it is done."""
     types = "f32,bf16,q8_0,q4_0,q4_1"
-    parser = case_parser(__doc__, models="tiny,smollm2", types=types, cores="2")
+    parser = case_parser("accuracy", __doc__, models="tiny,smollm2", types=types, cores="2")
     options: argparse.Namespace = parser.parse_args(words)
     by_model: dict[str, list[Setting]] = {}
     for _, setting in chosen_settings(parser, options):
         by_model.setdefault(setting.model, []).append(setting)
     for model, settings in by_model.items():
         load = os.getloadavg()[0]
-        found = measure(model, settings) | {"load": [load, os.getloadavg()[0]]} | about(options)
-        del found["rounds"]  # nothing is timed
-        print("\n".join(table({model: {STAGE: found}})), flush=True)
+        result = measure(model, settings) | {"load": [load, os.getloadavg()[0]]} | about(options)
+        del result["rounds"]  # nothing is timed
+        print("\n".join(table({model: {STAGE: result}})), flush=True)
         if options.json:
-            merge(options.json, model, STAGE, found)
+            merge(options.json, model, STAGE, result)
     return 0
 
 

@@ -40,23 +40,21 @@ class Case:
     stop_ids: tuple[int, ...]
     acceptance: str  # "real", or the forced cycle
 
-    def options(self, work: Work) -> dict[str, Any]:
-        """Return the arguments of `submit`, after giving the drafter its script."""
+    def use_script(self, work: Work) -> None:
+        """Have the drafter draft what the work's script says, if it has one."""
         if work.script is not None:
             set_script(self.engine, work.script)
-        return {"max_tokens": self.max_tokens, "ignore_eos": not self.stop_ids}
 
     def describe(self) -> dict[str, Any]:
         """Return the case as JSON values."""
         engine = self.engine
+        drafter = engine.graph.drafter_config
         return {
             "target": engine.graph.config.to_json(),
-            "drafter": engine.graph.drafter_config.to_json()
-            if engine.graph.drafter_config
-            else None,
+            "drafter": None if drafter is None else drafter.to_json(),
             "target_parameters": count(engine.params["target"]),
             "drafter_parameters": count(engine.params["drafter"]),
-            "plan": json.loads(engine.plan.to_json()),
+            "plan": engine.plan.to_json(),
             "capacity": engine.plan.slots,
             "prompt_tokens": [len(w.prompt) for w in self.work],
             "max_tokens": self.max_tokens,
@@ -76,6 +74,7 @@ class Shape:
     vocabulary: int = 32000
 
     def target(self, model_type: str = "qwen3") -> TargetConfig:
+        """Return the configuration of such a target."""
         return TargetConfig(
             model_type=model_type,
             hidden_size=self.width,
@@ -142,13 +141,10 @@ def heldout_chats(chat: Callable[..., list[int]], count: int | None = None) -> l
     """Return the first held-out conversations as token ids.
 
     Args:
-      chat: of an engine (`chat_ids`) or a tokenizer (`chat`).
+      chat: the method of an engine (`chat_ids`) or a tokenizer (`chat`).
     """
     rows = [row for row in heldout() if "messages" in row][:count]
-    return [
-        chat(row["messages"], **({"tools": row["tools"]} if row.get("tools") else {}))
-        for row in rows
-    ]
+    return [chat(row["messages"], tools=row.get("tools") or None) for row in rows]
 
 
 def count(params: dict[str, Any]) -> int:
@@ -170,7 +166,7 @@ def build(name: str, *, max_length: int = 0, prompts: int = 8, rounds: int = 0) 
 
 
 def _shipped(max_length: int, prompts: int, rounds: int, max_tokens: int = 128) -> Case:
-    """The shipped pair on held-out conversations that fit, with its own acceptance."""
+    """Return the shipped pair on held-out conversations that fit, with its own acceptance."""
     engine = dj.load(plan=Plan(dtype="float32", max_length=max_length, steps_per_call=rounds))
     engine.measures_drafting = False
     chats = heldout_chats(engine.chat_ids)

@@ -78,23 +78,25 @@ def engines(target: str, weights: str, blocks: Sequence[int], rows: int) -> dict
     import dflash_jax as dj
 
     plan = dj.Plan(max_length=768, weights=weights, rows=rows)
-    found = {"plain": dj.load(target, None, plan=plan), "drafter": dj.load(target, plan=plan)}
-    found[f"drafter, {ADAPTIVE}"] = dj.load(target, plan=plan)
+    ways = {"plain": dj.load(target, None, plan=plan), "drafter": dj.load(target, plan=plan)}
+    ways[f"drafter, {ADAPTIVE}"] = dj.load(target, plan=plan)
     for block in blocks:
-        names = [f"block {block}", *[ADAPTIVE] * (block == max(blocks))]
+        names = [f"block {block}"]
+        if block == max(blocks):
+            names.append(ADAPTIVE)
         wide = dataclasses.replace(plan, block=block)
         both = dataclasses.replace(wide, ngram=4)
         for name in names:
-            found[f"ngram, {name}"] = dj.load(target, "ngram", plan=wide)
-            found[f"drafter and copies, {name}"] = dj.load(target, plan=both)
-    for name, engine in found.items():
+            ways[f"ngram, {name}"] = dj.load(target, "ngram", plan=wide)
+            ways[f"drafter and copies, {name}"] = dj.load(target, plan=both)
+    for name, engine in ways.items():
         engine.measures_drafting = False
         if name.endswith(ADAPTIVE):
-            alike = [other for other in found.values() if other.graph == engine.graph]
+            alike = [other for other in ways.values() if other.graph == engine.graph]
             engine.share_programs(alike[0])
             engine.warm_up("greedy")
             engine.time_drafting()
-    return found
+    return ways
 
 
 def measure(
@@ -103,7 +105,7 @@ def measure(
     """Return tokens per second of each way, its ratio over plain, and its tokens per step.
 
     Args:
-      prompts: those that are decoded at once.
+      prompts: the prompts that are decoded at once.
     """
     last: dict[str, list[Any]] = {}
 
@@ -122,7 +124,7 @@ def measure(
     rounds = {n: max(summed(n, "rounds"), 1) for n in last}
     return {
         "tokens": sum(map(len, answers["plain"])),
-        "different": [name for name, found in answers.items() if found != answers["plain"]],
+        "different": [name for name, token_ids in answers.items() if token_ids != answers["plain"]],
         "tokens_per_s": {n: 1 / statistics.median(numbers) for n, numbers in samples.items()},
         "over_plain": {n: ratio(samples, "plain", n).to_json() for n in samples},
         "acceptance_length": {n: 1 + summed(n, "accepted") / rounds[n] for n in last},
@@ -149,23 +151,23 @@ def main(words: Sequence[str] | None = None) -> int:
     tune_allocator()
     blocks = [*map(int, options.blocks.split(","))]
     ways = engines(options.target, options.weights, blocks, options.rows)
-    found: dict[str, list[Any]] = {}
+    by_kind: dict[str, list[Any]] = {}
     for kind, parts in batches(options.rows).items():
-        found[kind] = [measure(ways, part, options.tokens, options.pairs) for part in parts]
+        by_kind[kind] = [measure(ways, part, options.tokens, options.pairs) for part in parts]
     rows = []
     for name in ways:
         cells = [
             statistics.median(each["over_plain"][name]["median"] for each in cases)
-            for cases in found.values()
+            for cases in by_kind.values()
         ]
         rows.append([name, *(f"{cell:.2f}" for cell in cells)])
-    print("\n".join(markdown(f"speed over plain | {' | '.join(found)}", rows)))
-    different = [each["different"] for cases in found.values() for each in cases]
+    print("\n".join(markdown(f"speed over plain | {' | '.join(by_kind)}", rows)))
+    different = [each["different"] for cases in by_kind.values() for each in cases]
     plans = {name: dataclasses.asdict(engine.plan) for name, engine in ways.items()}
     costs = {name: engine.core.meter.value for name, engine in ways.items() if ADAPTIVE in name}
-    figures = {"target": options.target, "kinds": found, "plans": plans, "costs": costs}
+    figures = {"target": options.target, "kinds": by_kind, "plans": plans, "costs": costs}
     write_result(options.json, "copies", figures | {"load": os.getloadavg()[0]})
-    return int(any(different))
+    return 1 if any(different) else 0
 
 
 if __name__ == "__main__":

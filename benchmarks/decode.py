@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.cases import Case
+    from benchmarks.cases import Case, Work
     from benchmarks.modes import Run
     from benchmarks.paired import Samples
 
 OFFICIAL = ("torch", "transformers", "dflash")  # packages of the peer
-WIDTH = 200  # of the table, so that it stays one
+WIDTH = 200  # columns of the table, so that it stays one
 
 
 class DifferentTokensError(Exception):
@@ -42,7 +42,7 @@ class DifferentTokensError(Exception):
 class Decoder:
     """A way of decoding a case; each call takes one sample and keeps its output."""
 
-    run: "Callable[[Any], Run]"
+    run: "Callable[[Work], Run]"
     case: "Case"
     runs: "list[Run]" = dataclasses.field(default_factory=list)
     prefill: list[float] = dataclasses.field(default_factory=list)
@@ -58,45 +58,74 @@ class Decoder:
 
     @property
     def tokens(self) -> list[list[int]]:
+        """The tokens of every answer of the last sample."""
         return [run.token_ids for run in self.runs]
 
     @property
     def lengths(self) -> list[list[int]]:
+        """The tokens of every round of these answers."""
         return [run.acceptance_lengths for run in self.runs]
 
 
 def decoders_of(case: "Case", *, official: bool) -> dict[str, Decoder]:
     """Return the decoders of a case; a first run determines the rounds of the device loop."""
+    from benchmarks.cases import Work
     from benchmarks.modes import DeviceLoop, generate
     from dflash_jax.bench.compare import one_token_engine
 
-    engine, single, loop = case.engine, one_token_engine(case.engine), DeviceLoop(case.engine)
+    single = one_token_engine(case.engine)
+    loop = DeviceLoop(case.engine)
+
+    def decoded(engine: Any, work: Work, *, speculative: bool = True) -> Run:
+        case.use_script(work)
+        return generate(
+            engine,
+            work.prompt,
+            max_tokens=case.max_tokens,
+            ignore_eos=not case.stop_ids,
+            speculative=speculative,
+        )
+
     rounds = {
-        tuple(w.prompt): len(generate(engine, w.prompt, **case.options(w)).acceptance_lengths)
-        for w in case.work
+        tuple(work.prompt): len(decoded(case.engine, work).acceptance_lengths) for work in case.work
     }
 
-    limits: dict[str, Any] = {"max_tokens": case.max_tokens, "stop_ids": case.stop_ids}
-    decoders: dict[str, Callable[[Any], Run]] = {
-        "ours": lambda w: generate(engine, w.prompt, **case.options(w)),
-        "plain": lambda w: generate(engine, w.prompt, **case.options(w), speculative=False),
-        "plain1": lambda w: generate(single, w.prompt, **case.options(w)),
-        "device_loop": lambda w: loop.run(w.prompt, **limits, rounds=rounds[tuple(w.prompt)]),
+    def on_device(work: Work) -> Run:
+        return loop.run(
+            work.prompt,
+            max_tokens=case.max_tokens,
+            stop_ids=case.stop_ids,
+            rounds=rounds[tuple(work.prompt)],
+        )
+
+    decoders: dict[str, Callable[[Work], Run]] = {
+        "ours": lambda work: decoded(case.engine, work),
+        "plain": lambda work: decoded(case.engine, work, speculative=False),
+        "plain1": lambda work: decoded(single, work),
+        "device_loop": on_device,
     }
     if official:
         decoders |= official_decoders(case)
     return {name: Decoder(run, case) for name, run in decoders.items()}
 
 
-def official_decoders(case: "Case") -> "dict[str, Callable[[Any], Run]]":
+def official_decoders(case: "Case") -> "dict[str, Callable[[Work], Run]]":
+    """Return the official package's decoders: drafting, and plain."""
     from benchmarks.official import Official
 
     theirs = Official(case.engine)
-    options: dict[str, Any] = {"max_tokens": case.max_tokens, "stop_ids": case.stop_ids}
-    return {
-        "official": lambda w: theirs.generate(w.prompt, script=w.script, **options),
-        "official_plain": lambda w: theirs.generate(w.prompt, block=1, **options),
-    }
+
+    def drafted(work: "Work") -> "Run":
+        return theirs.generate(
+            work.prompt, script=work.script, max_tokens=case.max_tokens, stop_ids=case.stop_ids
+        )
+
+    def plain(work: "Work") -> "Run":
+        return theirs.generate(
+            work.prompt, block=1, max_tokens=case.max_tokens, stop_ids=case.stop_ids
+        )
+
+    return {"official": drafted, "official_plain": plain}
 
 
 def check(decoders: dict[str, Decoder]) -> dict[str, bool]:
@@ -178,14 +207,40 @@ def table(reports: dict[str, Any]) -> str:
 
     rows = []
     for name, report in reports.items():
-        for found in report["series"].values():
-            r, baseline = found["ratio"], found["baseline"]
-            speeds = (statistics.median(found["tokens_per_s"][x]) for x in ("ours", baseline))
-            ratio = (f"{r['median']:.3f}", "{:.3f}-{:.3f}".format(*r["quartiles"]))
-            least = (f"{r['low']:.3f}", f"{found['cpu_ratio']['median']:.3f}")
-            length = f"{report['acceptance_length']:.3f}"
-            rows.append((name, baseline, *ratio, *least, *(f"{x:.1f}" for x in speeds), length))
+        for series in report["series"].values():
+            ratio = series["ratio"]
+            baseline = series["baseline"]
+            first, third = ratio["quartiles"]
+            cells = [name, baseline, f"{ratio['median']:.3f}", f"{first:.3f}-{third:.3f}"]
+            cells += [f"{ratio['low']:.3f}", f"{series['cpu_ratio']['median']:.3f}"]
+            for decoder in ("ours", baseline):
+                cells.append(f"{statistics.median(series['tokens_per_s'][decoder]):.1f}")
+            cells.append(f"{report['acceptance_length']:.3f}")
+            rows.append(cells)
     return terminal.table(HEADINGS, rows, WIDTH)
+
+
+OVER = {
+    "official": "the official package",
+    "plain": "plain decoding",
+    "device_loop": "a loop on the device",
+}
+
+
+def ratios_table(reports: dict[str, Any]) -> list[str]:
+    """Return acceptance lengths and median ratios of every case in Markdown."""
+    from benchmarks.paired import markdown
+
+    over = [name for name in OVER if any(name in report["series"] for report in reports.values())]
+    rows = []
+    for case, report in reports.items():
+        series = report["series"]
+        ratios = [
+            f"{series[name]['ratio']['median']:.2f}" if name in series else "" for name in over
+        ]
+        rows.append([case, f"{report['acceptance_length']:.2f}", *ratios])
+    headings = ["case", "acceptance length", *(f"over {OVER[name]}" for name in over)]
+    return markdown(" | ".join(headings), rows)
 
 
 def arguments() -> argparse.Namespace:
@@ -222,7 +277,8 @@ def main() -> int:
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
-    started, reports = time.perf_counter(), {}
+    started = time.perf_counter()
+    reports = {}
     missing = [name for name in OFFICIAL if importlib.util.find_spec(name) is None]
     if missing and not options.no_official:
         print(f"skipped: the official package, since {', '.join(missing)} is not installed")

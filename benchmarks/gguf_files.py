@@ -20,7 +20,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -29,18 +28,21 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.accuracy import WINDOW, logits_of, scores, windows_of
+from benchmarks.accuracy import ENVIRONMENT, WINDOW, logits_of, scores, windows_of
 from benchmarks.environment import write_result
+from benchmarks.llama_cpp.worker import Worker, our_command, prebuilt_command
 from benchmarks.paired import markdown, spread
-from benchmarks.workers import Worker
+from benchmarks.processes import memory_mb
 
-OURS, THEIRS = "ours", "llama.cpp"
+OURS = "ours"
+THEIRS = "llama.cpp"
 PROMPTS = (1, 10, 60, 580)  # tokens
+SHOWN_PROMPTS = (10, 580)  # in the table
 CONTEXT = 2048
 DECODED = 64  # tokens after the first
-LEAST_ID, MOST_ID = 100, 30_000  # of the tokens of prompts, which every vocabulary has
-JAX_WORKER = ("-m", "benchmarks.jax_worker")
-PEER_WORKER = Path(__file__).with_name("xllamacpp_worker.py")
+# Ids of the tokens of prompts: every vocabulary has these.
+LEAST_ID = 100
+MOST_ID = 30_000
 
 
 def request(count: int, tokens: int, seed: int) -> str:
@@ -48,14 +50,6 @@ def request(count: int, tokens: int, seed: int) -> str:
     draw = random.Random(f"{tokens} {seed}")
     ids = ",".join(str(draw.randrange(LEAST_ID, MOST_ID)) for _ in range(tokens))
     return f"plain {count} {ids} 0"
-
-
-def memory_mb(pid: int) -> dict[str, float]:
-    """Return the resident memory of a process and its peak."""
-    lines = Path(f"/proc/{pid}/status").read_text("utf-8").splitlines()
-    kept = dict(line.split(":", 1) for line in lines)
-    names = {"resident": "VmRSS", "peak": "VmHWM"}
-    return {name: int(kept[field].split()[0]) * 1024 / 1e6 for name, field in names.items()}
 
 
 def start(command: Sequence[str], cores: int) -> tuple[Worker, dict[str, float]]:
@@ -67,32 +61,34 @@ def start(command: Sequence[str], cores: int) -> tuple[Worker, dict[str, float]]
     return worker, {"load_s": loaded, "first_answer_s": time.perf_counter() - started}
 
 
-def measure(file: Path, peer: str, cores: int, rounds: int, python: str) -> dict[str, Any]:
+def measure(file: Path, peer: str, cores: int, rounds: int) -> dict[str, Any]:
     """Return the figures of both sides for a file, and how often their first tokens were equal."""
-    plan = f'{{"max_length": {CONTEXT}}}'
-    ours = [python, *JAX_WORKER, str(file), "--plan", plan, "--no-warm-up"]
-    theirs = [peer, str(PEER_WORKER), str(file), str(cores), str(CONTEXT)]
+    ours = our_command(file, {"max_length": CONTEXT}, warm_up=False)
+    theirs = prebuilt_command(peer, file, cores=cores, context=CONTEXT)
     earlier, _ = start(ours, cores)
     earlier.ask(request(DECODED, PROMPTS[-1], 0))
     time.sleep(2)  # programs for long prompts are compiled after the request
     earlier.ask(request(2, CONTEXT - 64, 0))
     earlier.close()
-    workers, figures = {}, {}
+    workers = {}
+    figures = {}
     for name, command in ((THEIRS, theirs), (OURS, ours)):
         workers[name], figures[name] = start(command, cores)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in workers}
-    equal = total = 0
+    equal = 0
+    total = rounds + 1
     for seed in range(1, rounds + 2):
         firsts = []
         for name, worker in workers.items():
-            found = samples[name] if seed > 1 else {}  # the first round is not counted
+            series = samples[name] if seed > 1 else {}  # the first round is not counted
             for tokens in PROMPTS:
                 answer = worker.ask(request(1, tokens, seed))
-                found.setdefault(f"first token of {tokens}, s", []).append(answer["prefill_s"])
+                series.setdefault(f"first token of {tokens}, s", []).append(answer["prefill_s"])
             answer = worker.ask(request(DECODED + 1, 60, seed))
-            found.setdefault("tokens/s", []).append(DECODED / answer["decode_s"])
+            series.setdefault("tokens/s", []).append(DECODED / answer["decode_s"])
             firsts.append(answer["tokens"][:8])
-        equal, total = equal + (firsts[0] == firsts[1]), total + 1
+        if firsts[0] == firsts[1]:
+            equal += 1
     for name, worker in workers.items():
         figures[name] |= {"memory_mb": memory_mb(worker.pid)}
         figures[name] |= {key: spread(numbers).to_json() for key, numbers in samples[name].items()}
@@ -109,11 +105,11 @@ def measure(file: Path, peer: str, cores: int, rounds: int, python: str) -> dict
 
 DRAWN = (1024, 2048)  # weights that encoders are compared on
 WINDOWS = 2  # of `WINDOW` tokens
-FLOAT32 = '{"dtype": "float32", "weights": "float"}'
+FLOAT32 = {"dtype": "float32", "weights": "float"}
 
 
 def compare_logits(
-    file: Path, peer: str, cores: int, python: str, *, source: Path | None, exact: bool
+    file: Path, peer: str, cores: int, *, source: Path | None, exact: bool
 ) -> dict[str, Any]:
     """Return how far both sides' logits of a file are from float32, and its weights' formats.
 
@@ -122,16 +118,15 @@ def compare_logits(
       exact: compare llama.cpp's of the file in F32, too.
     """
     windows = windows_of("english", file)[:WINDOWS]
-    environment = {"JAX_PLATFORMS": "cpu", "DFLASH_PROGRESS": "off"}
 
-    def ours(path: Path, plan: str) -> np.ndarray:
-        command = [python, *JAX_WORKER, str(path), "--plan", plan, "--no-warm-up"]
-        with Worker(command, cores, environment=environment) as worker:
-            forms.update(worker.first["forms"] if plan == "{}" else {})
+    def ours(path: Path, plan: Mapping[str, Any]) -> np.ndarray:
+        command = our_command(path, plan, warm_up=False)
+        with Worker(command, cores, environment=ENVIRONMENT) as worker:
+            forms.update({} if plan else worker.first["forms"])
             return logits_of(worker, windows)
 
-    def theirs(path: Path, *more: str) -> np.ndarray:
-        command = [peer, str(PEER_WORKER), str(path), str(cores), str(2 * WINDOW), *more]
+    def theirs(path: Path, *, float32: bool = False) -> np.ndarray:
+        command = prebuilt_command(peer, path, cores=cores, context=2 * WINDOW, float32=float32)
         with Worker(command, cores) as worker:
             return logits_of(worker, windows)
 
@@ -141,14 +136,14 @@ def compare_logits(
     def apart(logits: np.ndarray, other: np.ndarray) -> dict[str, float]:
         return dataclasses.asdict(scores(logits, other, windows))
 
-    found: dict[str, Any] = {"tokens": windows.size, "file_mb": file.stat().st_size / 1e6}
-    found["packed"] = {
-        OURS: apart(ours(file, "{}"), reference),
+    distances: dict[str, Any] = {"tokens": windows.size, "file_mb": file.stat().st_size / 1e6}
+    distances["packed"] = {
+        OURS: apart(ours(file, {}), reference),
         THEIRS: apart(theirs(file), reference),
     }
-    found["forms"] = forms
+    distances["forms"] = forms
     if source is not None:
-        found["from_source"] = apart(reference, ours(source, FLOAT32))
+        distances["from_source"] = apart(reference, ours(source, FLOAT32))
     if exact:
         from dflash_jax.converters.convert import convert
         from dflash_jax.converters.models import open_model
@@ -156,8 +151,8 @@ def compare_logits(
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             whole = Path(folder, "whole.gguf")
             convert(open_model(file), whole, to="gguf", dtype="f32")
-            found["float32"] = {THEIRS: apart(theirs(whole, "float32"), reference)}
-    return found
+            distances["float32"] = {THEIRS: apart(theirs(whole, float32=True), reference)}
+    return distances
 
 
 def compare_encoders(peer: str) -> dict[str, Any]:
@@ -165,9 +160,9 @@ def compare_encoders(peer: str) -> dict[str, Any]:
 
     Weights are normal, with rows and columns of unlike size; errors are relative to them.
     """
-    from dflash_jax.converters.quants import decode
-    from dflash_jax.converters.quants.encode import ENCODERS, encode
-    from dflash_jax.converters.quants.types import BY_NAME
+    from dflash_jax.converters.formats.quants import decode
+    from dflash_jax.converters.formats.quants.encode import ENCODERS, encode
+    from dflash_jax.converters.formats.quants.types import BY_NAME
 
     rng = np.random.default_rng(0)
     rows, columns = DRAWN
@@ -175,7 +170,7 @@ def compare_encoders(peer: str) -> dict[str, Any]:
         0.5 * rng.standard_normal(columns)
     )
     weights = (0.02 * sizes * rng.standard_normal(DRAWN)).astype(np.float32)
-    found: dict[str, Any] = {}
+    by_type: dict[str, Any] = {}
 
     def error(name: str, blocks: np.ndarray) -> float:
         decoded = np.empty_like(weights)
@@ -184,7 +179,7 @@ def compare_encoders(peer: str) -> dict[str, Any]:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        Worker([peer, str(PEER_WORKER), "-", "1", "1"], 1) as worker,
+        Worker(prebuilt_command(peer, None, cores=1, context=1), 1) as worker,
     ):
         path = Path(folder, "weights")
         for name in ENCODERS:
@@ -194,7 +189,7 @@ def compare_encoders(peer: str) -> dict[str, Any]:
             weights.tofile(path)
             answer = worker.ask(f"encode {path} {BY_NAME[name].number},{rows},{columns}")
             theirs = np.fromfile(path, np.uint8)
-            found[name] = {
+            by_type[name] = {
                 "bits": 8 * BY_NAME[name].block_bytes / BY_NAME[name].block_size,
                 OURS: {"error": error(name, ours), "cpu_s": seconds * 1e6 / weights.size},
                 THEIRS: {
@@ -202,7 +197,7 @@ def compare_encoders(peer: str) -> dict[str, Any]:
                     "cpu_s": answer["cpu_s"] * 1e6 / weights.size,
                 },
             }
-    return found
+    return by_type
 
 
 def encoders_table(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -210,11 +205,11 @@ def encoders_table(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     rows = [
         [
             name,
-            f"{found['bits']:g}",
-            " / ".join(f"{100 * found[side]['error']:.3f}" for side in (OURS, THEIRS)),
-            " / ".join(f"{found[side]['cpu_s']:.3f}" for side in (OURS, THEIRS)),
+            f"{of_type['bits']:g}",
+            " / ".join(f"{100 * of_type[side]['error']:.3f}" for side in (OURS, THEIRS)),
+            " / ".join(f"{of_type[side]['cpu_s']:.3f}" for side in (OURS, THEIRS)),
         ]
-        for name, found in sorted(figures.items(), key=lambda item: -item[1]["bits"])
+        for name, of_type in sorted(figures.items(), key=lambda item: -item[1]["bits"])
     ]
     return markdown("type | bits | error, % | CPU seconds for a million weights", rows)
 
@@ -222,19 +217,19 @@ def encoders_table(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def logits_table(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the distances of every file, ours / llama.cpp's, in Markdown."""
     rows = []
-    for name, found in figures.items():
-        sides = [found["packed"][side] for side in (OURS, THEIRS)]
-        source = found.get("from_source")
-        exact = found.get("float32")
+    for name, of_file in figures.items():
+        sides = [of_file["packed"][side] for side in (OURS, THEIRS)]
+        source = of_file.get("from_source")
+        exact = of_file.get("float32")
         cells = [
             name,
-            f"{found['file_mb']:.0f}",
+            f"{of_file['file_mb']:.0f}",
             " / ".join(f"{side['kl_divergence']:.5f}" for side in sides),
             " / ".join(f"{100 * side['greedy_agreement']:.1f}" for side in sides),
             f"{source['kl_divergence']:.4f}" if source else "",
             f"{100 * source['greedy_agreement']:.1f}" if source else "",
             f"{exact[THEIRS]['relative_error']:.0e}" if exact else "",
-            ", ".join(f"{kind} {size / 1e6:.0f}" for kind, size in found["forms"].items()),
+            ", ".join(f"{kind} {size / 1e6:.0f}" for kind, size in of_file["forms"].items()),
         ]
         rows.append(cells)
     return markdown(
@@ -245,32 +240,31 @@ def logits_table(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def table(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return both sides' figures of every file, theirs / ours, in Markdown."""
+    """Return both sides' figures of every file, ours / llama.cpp's, in Markdown."""
 
-    def both(found: Mapping[str, Any], *keys: str, digits: int = 0) -> str:
+    def both(of_file: Mapping[str, Any], *keys: str, digits: int = 0) -> str:
         shown = []
-        for side in (THEIRS, OURS):
-            number = found[side]
+        for side in (OURS, THEIRS):
+            number = of_file[side]
             for key in keys:
                 number = number[key]
             shown.append(f"{number:.{digits}f}")
         return " / ".join(shown)
 
-    prompts = [f"first token of {tokens}, s" for tokens in PROMPTS]
+    prompts = [f"first token of {tokens}, s" for tokens in SHOWN_PROMPTS]
     rows = [
         [
             name,
-            both(found, "tokens/s", "median", digits=1),
-            *(both(found, key, "median", digits=3) for key in prompts),
-            both(found, "load_s", digits=1),
-            both(found, "first_answer_s", digits=1),
-            both(found, "memory_mb", "resident"),
-            both(found, "memory_mb", "peak"),
+            both(of_file, "tokens/s", "median", digits=1),
+            f"{of_file['over']['tokens/s']:.2f}",
+            *(both(of_file, key, "median", digits=3) for key in prompts),
+            both(of_file, "first_answer_s", digits=1),
+            both(of_file, "memory_mb", "resident"),
         ]
-        for name, found in figures.items()
+        for name, of_file in figures.items()
     ]
-    headings = f"file, llama.cpp / ours | tokens/s | {' | '.join(prompts)} | loaded, s"
-    return markdown(f"{headings} | first answer, s | resident MB | peak MB", rows)
+    headings = f"file | tokens/s, ours / llama.cpp | ratio | {' | '.join(prompts)}"
+    return markdown(f"{headings} | first answer after a start, s | resident MB", rows)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -297,23 +291,22 @@ def main(words: Sequence[str] | None = None) -> int:
         write_result(options.json, "gguf_encoders", {"figures": errors})
         return 0
     figures = json.loads(options.json.read_text("utf-8"))["figures"] if options.add else {}
-    for file in options.files if options.logits else ():
-        figures[file.stem] = compare_logits(
-            file,
-            options.peer,
-            options.cores,
-            sys.executable,
-            source=options.source,
-            exact=options.exact,
-        )
-        print(*logits_table({file.stem: figures[file.stem]}), sep="\n", flush=True)
-        write_result(options.json, "gguf_logits", {"figures": figures})
-    for file in () if options.logits else options.files:
-        chosen = (options.peer, options.cores, options.rounds, sys.executable)
-        figures[file.stem] = measure(file, *chosen)
-        print(*table({file.stem: figures[file.stem]}), sep="\n", flush=True)
-        shown = {"load_average": os.getloadavg()[0], "figures": figures}
-        write_result(options.json, "gguf_files", shown)
+    for file in options.files:
+        if options.logits:
+            figures[file.stem] = compare_logits(
+                file,
+                options.peer,
+                options.cores,
+                source=options.source,
+                exact=options.exact,
+            )
+            print(*logits_table({file.stem: figures[file.stem]}), sep="\n", flush=True)
+            write_result(options.json, "gguf_logits", {"figures": figures})
+        else:
+            figures[file.stem] = measure(file, options.peer, options.cores, options.rounds)
+            print(*table({file.stem: figures[file.stem]}), sep="\n", flush=True)
+            shown = {"load_average": os.getloadavg()[0], "figures": figures}
+            write_result(options.json, "gguf_files", shown)
     return 0
 
 

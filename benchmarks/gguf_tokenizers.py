@@ -25,7 +25,6 @@ import collections
 import itertools
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -35,24 +34,40 @@ from typing import Any
 import tokenizers
 
 from benchmarks.environment import write_result
+from benchmarks.llama_cpp.worker import Worker, prebuilt_command
 from dflash_jax.config import is_gguf
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.export import Weights, export
+from dflash_jax.converters.formats.gguf.file import STRING, open_gguf
+from dflash_jax.converters.formats.gguf.writer import BOOL, F32, I32, U32, Typed
 from dflash_jax.converters.forms import GGUF
-from dflash_jax.converters.gguf import open_gguf
-from dflash_jax.converters.gguf.file import STRING
 from dflash_jax.converters.gguf.tokenizer import tokenizer_files
 from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
-from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
 from dflash_jax.converters.models import companions, open_model
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import TokenizerError
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_params, tiny_target
 
-WORKER = Path(__file__).parent / "tokens_worker.py"
-LLAMA, TRANSFORMERS, ORIGINAL = "llama.cpp", "transformers", "original"
-BYTE_LEVEL, GEMMA4 = "gpt2", "gemma4"  # tokenizer.ggml.model
+# A worker with transformers, run with the Python that has them.
+WITH_TRANSFORMERS = """
+import json, os, pathlib, sys
+os.environ["HF_HUB_OFFLINE"] = "1"
+import transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+print(json.dumps({"version": f"transformers {transformers.__version__}"}), flush=True)
+for line in sys.stdin:
+    path = pathlib.Path(line.split()[1])
+    texts = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps([tokenizer(text).input_ids for text in texts]), encoding="utf-8")
+    print(json.dumps({"texts": len(texts)}), flush=True)
+"""
+LLAMA = "llama.cpp"
+TRANSFORMERS = "transformers"
+ORIGINAL = "original"
+# Values of `tokenizer.ggml.model`.
+BYTE_LEVEL = "gpt2"
+GEMMA4 = "gemma4"
 SHOWN = 1  # differing texts kept of each kind
 Ids = list[list[int]]
 Read = Sequence[list[int] | None]  # None where a text is not compared
@@ -124,10 +139,8 @@ class Texts:
 
     def draw(self, count: int) -> list[tuple[str, str]]:
         """Return pairs of kind and text, of every kind alike many."""
-        names = list(self.kinds)
-        return [
-            (name, self.kinds[name]()) for i in range(count) for name in [names[i % len(names)]]
-        ]
+        names = itertools.islice(itertools.cycle(self.kinds), count)
+        return [(name, self.kinds[name]()) for name in names]
 
     def choices(self, among: Sequence[str], most: int) -> list[str]:
         """Return one to `most` of the texts."""
@@ -162,10 +175,8 @@ class Texts:
 
     def letters(self, points: range) -> str:
         """Return characters of a range of code points, at times with spaces."""
-        found = "".join(
-            chr(self._random.choice(points)) for _ in range(self._random.randint(1, 24))
-        )
-        return found if self._random.random() < 0.5 else " ".join(found)
+        text = "".join(chr(self._random.choice(points)) for _ in range(self._random.randint(1, 24)))
+        return text if self._random.random() < 0.5 else " ".join(text)
 
     def marked(self) -> str:
         """Return letters with combining marks, some of which have a composed form."""
@@ -175,13 +186,13 @@ class Texts:
 
     def damaged(self) -> str:
         """Return special tokens that lack a character or have one more, and whole ones."""
-        found = []
+        tokens = []
         for token in self.choices(self.specials, 4):
             at = self._random.randrange(len(token))
             changed = (token, token[:at] + token[at + 1 :], token[:at] + " " + token[at:],
                        token.upper(), token + token)  # fmt: skip
-            found.append(self._random.choice(changed))
-        return self._random.choice(("", " ", "\n")).join(found)
+            tokens.append(self._random.choice(changed))
+        return self._random.choice(("", " ", "\n")).join(tokens)
 
     def bytes(self) -> str:
         """Return random bytes as text, with what is no UTF-8 replaced."""
@@ -196,16 +207,16 @@ def metadata_of(source: Path, *, gemma4: bool) -> tuple[dict[str, Any], Original
     """Return a tokenizer as GGUF metadata, and how the original encodes a text if it is known."""
     if is_gguf(source):
         kept = ("tokenizer.", "general.")
-        found = {k: v for k, v in open_gguf(source).metadata.items() if k.startswith(kept)}
-        return found, None
+        metadata = {k: v for k, v in open_gguf(source).metadata.items() if k.startswith(kept)}
+        return metadata, None
     if ".model" in source.name:
         return of_sentencepiece(source)
     if source.name.startswith("tekken"):
         return of_tekken(source)
     core = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
     size = core.get_vocab_size(with_added_tokens=True)
-    found = dict(tokenizer_metadata(companions(source), size, gemma4=gemma4))
-    return found, lambda text: core.encode(text).ids
+    metadata = dict(tokenizer_metadata(companions(source), size, gemma4=gemma4))
+    return metadata, lambda text: core.encode(text).ids
 
 
 def of_sentencepiece(path: Path) -> tuple[dict[str, Any], Original]:
@@ -236,15 +247,15 @@ def of_tekken(path: Path) -> tuple[dict[str, Any], Original]:
     """Return the metadata of a byte-level vocabulary of Mistral's, and how tiktoken reads it."""
     import tiktoken
 
-    given = json.loads(path.read_text(encoding="utf-8"))
-    specials = given["config"]["default_num_special_tokens"]
-    kept = given["config"]["default_vocab_size"] - specials
-    ranks = {base64.b64decode(t["token_bytes"]): t["rank"] for t in given["vocab"][:kept]}
+    tekken = json.loads(path.read_text(encoding="utf-8"))
+    specials = tekken["config"]["default_num_special_tokens"]
+    kept = tekken["config"]["default_vocab_size"] - specials
+    ranks = {base64.b64decode(t["token_bytes"]): t["rank"] for t in tekken["vocab"][:kept]}
     names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"]
     names += [f"<SPECIAL_{i}>" for i in range(len(names), specials)]
     core = tiktoken.Encoding(
         "tekken",
-        pat_str=given["config"]["pattern"],
+        pat_str=tekken["config"]["pattern"],
         mergeable_ranks=ranks,
         special_tokens={name: kept + i for i, name in enumerate(names)},
     )
@@ -298,14 +309,13 @@ def write_model(path: Path, metadata: Mapping[str, Any]) -> None:
 # Comparing.
 
 
-def other_ids(python: str, reader: str, model: Path, texts: Sequence[str]) -> tuple[str, Read]:
-    """Return the version of another program, and its ids of texts."""
-    done = subprocess.run(
-        [python, str(WORKER), reader, str(model)],
-        input=json.dumps(texts), stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
-    return found["version"], found["ids"]
+def other_ids(command: Sequence[str], texts: Sequence[str]) -> tuple[str, Read]:
+    """Return the version of the program that a worker runs, and its ids of texts."""
+    with tempfile.TemporaryDirectory() as folder, Worker(command, 1) as worker:
+        path = Path(folder, "texts")
+        path.write_text(json.dumps(texts), encoding="utf-8")
+        worker.ask(f"tokens {path}")
+        return worker.first["version"], json.loads(path.read_text(encoding="utf-8"))
 
 
 def differences(
@@ -314,7 +324,7 @@ def differences(
     """Return the differing texts by kind: how many, and the first ones with both ids.
 
     Args:
-      original: of the differing texts, those are counted where it gives our ids.
+      original: ids by the original; differing texts whose ids are ours are counted.
     """
     counts: collections.Counter[str] = collections.Counter()
     examples: list[dict[str, Any]] = []
@@ -323,7 +333,8 @@ def differences(
         if other is None or own == other:
             continue
         counts[kind] += 1
-        agreeing += own == first
+        if own == first:
+            agreeing += 1
         if counts[kind] <= SHOWN:
             examples.append({"text": text, "ours": own, "theirs": other})
     return {
@@ -350,21 +361,22 @@ def judged(name: str, source: Path, count: int, peers: Mapping[str, str], folder
     versions: dict[str, str] = {}
     theirs: dict[str, Read] = {} if reader is None else {ORIGINAL: original}
     composes = core.normalizer if stored["tokenizer.ggml.model"] == BYTE_LEVEL else None
-    given = [composes.normalize_str(text) if composes else text for text in texts]
+    composed = [composes.normalize_str(text) if composes else text for text in texts]
     if LLAMA in peers:
-        versions[LLAMA], theirs[LLAMA] = other_ids(peers[LLAMA], LLAMA, file, given)
+        command = prebuilt_command(peers[LLAMA], file, cores=1, context=256)
+        versions[LLAMA], theirs[LLAMA] = other_ids(command, composed)
     if TRANSFORMERS in peers:
         written = folder / "folder"
         convert(open_model(file), written, overwrite=True)
-        found = other_ids(peers[TRANSFORMERS], TRANSFORMERS, written, texts)
-        versions[TRANSFORMERS], theirs[TRANSFORMERS] = found
+        command = [peers[TRANSFORMERS], "-P", "-c", WITH_TRANSFORMERS, str(written)]
+        versions[TRANSFORMERS], theirs[TRANSFORMERS] = other_ids(command, texts)
     return {
         "model": stored["tokenizer.ggml.model"],
         "pre": stored.get("tokenizer.ggml.pre"),
         "tokens": len(stored["tokenizer.ggml.tokens"]),
         "source": "".join(source.suffixes[-2:]) if source.is_file() else "tokenizer.json",
         "texts": len(texts),
-        "normalised": sum(a != b for a, b in zip(texts, given, strict=True)),
+        "normalised": len([a for a, b in zip(texts, composed, strict=True) if a != b]),
         "versions": versions,
         "compared": {
             other: differences(drawn, ours, ids, original) for other, ids in theirs.items()
@@ -381,8 +393,8 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=2400)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    given = {LLAMA: options.peer, TRANSFORMERS: options.transformers}
-    peers = {name: python for name, python in given.items() if python}
+    pythons = {LLAMA: options.peer, TRANSFORMERS: options.transformers}
+    peers = {name: python for name, python in pythons.items() if python}
     cases: dict[str, Any] = {}
     for item in options.sources:
         name, _, source = item.partition("=")

@@ -11,12 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dflash_jax import Graph, Plan
-from dflash_jax.config import (
-    DrafterConfig,
-    TargetConfig,
-    read_drafter_config,
-    read_target_config,
-)
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.families.configs import read_drafter_config, read_target_config
 from dflash_jax.graph.build import compile_programs, jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import Program, declare
@@ -27,7 +23,7 @@ from dflash_jax.graph.steps.decoding import verify_block
 from dflash_jax.graph.steps.drafting import draft as draft_block
 from dflash_jax.graph.steps.inputs import DecodeInputs
 from dflash_jax.graph.steps.pair import Pair
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import (
     tiny_drafter,
     tiny_gemma,
@@ -58,8 +54,10 @@ def full(name: str) -> Configs:
 def smoke(name: str) -> Configs:
     """Return a pair of the same family with a few thousand weights."""
     made = {"qwen3.6-27b": tiny_hybrid, "gemma-4-31b": tiny_gemma, "gpt-oss-20b": tiny_gpt_oss}
-    wide = {"num_layers": 1, "windows": (None,), "hidden_size": 64, "intermediate_size": 64}
-    target = made[name]() if name in made else tiny_target(**wide)
+    if name in made:
+        target = made[name]()
+    else:
+        target = tiny_target(num_layers=1, windows=(None,), hidden_size=64, intermediate_size=64)
     return target, tiny_drafter(target, block_size=4, target_layer_ids=(0,))
 
 
@@ -88,25 +86,28 @@ def _draw(shape: tuple[int, ...], dtype: str, rates: bool) -> Callable[[jax.Arra
         if len(shape) == 1:
             return (1 + 0.1 * noise).astype(dtype)
         packed = dtype == "float16" or (dtype == "float32" and shape[0] == 1)
-        size = 1e-4 if packed else shape[int(len(shape) > 3 and shape[0] < 512)] ** -0.5
-        return (noise * size).astype(dtype)
+        if packed:
+            return (noise * 1e-4).astype(dtype)
+        stacked = len(shape) > 3 and shape[0] < 512  # experts first
+        inputs = shape[1] if stacked else shape[0]
+        return (noise * inputs**-0.5).astype(dtype)
 
     return jit(draw)
 
 
 def planned(
     configs: Configs,
+    plan: Plan,
     *,
     platform: str = "gpu",
     memory: int = 139 * 2**30,
     mesh: Mesh | None = None,
-    **fields: Any,
 ) -> Graph:
     """Return the graph of both configs, by default for an H200."""
     pair = build_pair(*configs)
     if mesh is not None:
-        fields["mesh"] = tuple(mesh.shape.values())
-    plan = resolve(Plan(**fields), pair, platform=platform, memory=memory)
+        plan = dataclasses.replace(plan, mesh=tuple(mesh.shape.values()))
+    plan = resolve(plan, pair, platform=platform, memory=memory)
     return Graph(pair, plan, mesh=mesh)
 
 
@@ -116,10 +117,16 @@ def one_token(graph: Graph) -> Graph:
 
 
 def part_programs(graph: Graph) -> dict[str, Program]:
-    """plain and plain1, verify, draft, and the whole fused step, of an exact plan."""
-    plan, declared = graph.plan, declare(graph)
-    pair = dataclasses.replace(graph.pair, block=plan.block)
-    plain, fused = (ProgramKey(s, Variant.GREEDY) for s in (Step.PLAIN, Step.SPECULATIVE))
+    """Return the programs of an exact plan by name: parts of a decode step, and the whole.
+
+    "plain1" and "plain" are plain steps of one token and of the plan's width, "verify" and "draft"
+    the halves of "fused".
+    """
+    plan = graph.plan
+    declared = declare(graph)
+    pair = graph.pair
+    plain = ProgramKey(Step.PLAIN, Variant.GREEDY)
+    fused = ProgramKey(Step.SPECULATIVE, Variant.GREEDY)
     narrow = declare(one_token(graph))[plain]
     params, state, _, inputs = declared[plain].arguments
     block = jax.ShapeDtypeStruct((plan.rows, plan.block), jnp.int32)
@@ -146,18 +153,19 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.plan = self.graph.plan
-        self.pair = dataclasses.replace(self.graph.pair, exact=self.plan.exact)
+        self.pair = self.graph.pair
         free = idle_rules(self.plan)
         self.rules = dataclasses.replace(free, limit=jnp.full_like(free.limit, 1 << 30))
         self.state = self._filled()
 
     def compile(self, *names: str) -> dict[str, Any]:
+        """Return executables of parts by name."""
         programs = part_programs(self.graph)
         built = compile_programs(programs[name] for name in names)
         return {key.step: executable for key, executable in built.items()}
 
     def run(self, executable: Any) -> Any:
-        """Dispatches one step and keeps its state."""
+        """Dispatch one step, keep its state, and return its output."""
         extra = (self.block,) if executable.key.step == "verify" else ()
         inputs = DecodeInputs(self.rules)
         self.state, _, out = executable(self.params, self.state, None, inputs, *extra)
@@ -165,6 +173,7 @@ class Bench:
 
     @property
     def block(self) -> jax.Array:
+        """A block to verify, int32 [rows, block]."""
         shape = (self.plan.rows, self.plan.block)
         return jnp.ones(shape, jnp.int32)
 
@@ -196,7 +205,7 @@ def verify_step(
     inputs: DecodeInputs,
     block: jax.Array,
 ) -> tuple[DecodeState, None, Any]:
-    """The target's pass over a given block, the cut, the commit: a step without its draft."""
+    """Run the target over a block, cut and commit it: a step without its draft."""
     _, state, out = logits_step(pair, params, state, inputs.rules, block, True)
     return state, None, out
 
@@ -204,7 +213,11 @@ def verify_step(
 def logits_step(
     pair: Pair, params: Any, state: DecodeState, rules: RowRules, block: jax.Array, drafted: bool
 ) -> Any:
-    """As `verify_step` over a block, or as a plain step with its rest for junk; with logits."""
+    """Verify a block, or take a plain step that ignores the block's drafts; return logits too.
+
+    Args:
+      drafted: whether the block's tokens after the first are drafts.
+    """
     block = block.at[:, 0].set(state.anchor)
     draft = Draft(block)
     if drafted:
@@ -222,5 +235,6 @@ def draft_step(
     logits_state: None,
     inputs: DecodeInputs,
 ) -> tuple[DecodeState, None, Any]:
+    """Draft a block, and verify none of it."""
     state, _, draft = draft_block(pair, params, state, None, inputs)
     return state, None, draft.block

@@ -40,7 +40,7 @@ from benchmarks.gpu_cases import (
     random_params,
     smoke,
 )
-from benchmarks.modes import DeviceLoop, generate
+from benchmarks.modes import DeviceLoop, Run, generate
 from dflash_jax import Graph
 from dflash_jax.bench.compare import one_token_engine
 from dflash_jax.cli import terminal
@@ -49,7 +49,8 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import Step
-from dflash_jax.graph.memory import Device, StepWork, find_device, roofline, work
+from dflash_jax.graph.roofline import Device, StepWork, find_device, roofline, work
+from dflash_jax.plan import Kernels, Plan, Weights
 from dflash_jax.testing import force_acceptance, scripted_engine, set_script
 
 TAUS = (1, 3, 5, 7)
@@ -64,7 +65,7 @@ ESTIMATES = {  # seconds per cell of the grid, updated by measurements
 }
 ROOM = 256  # slots after the context, for the timed steps
 STAGES = ("ceilings", "bitwise", "steps", "forced", "official", "packed")
-WIDTH = 200  # of the table, so that it stays one
+WIDTH = 200  # columns of the table, so that it stays one
 STEPS = ("plain1", "plain", "verify", "draft", "fused")
 
 
@@ -72,7 +73,8 @@ class Suite:
     """Budget, results and ceilings of one run."""
 
     def __init__(self, options: argparse.Namespace):
-        self.options, self.started = options, time.perf_counter()
+        self.options = options
+        self.started = time.perf_counter()
         self.smoke: bool = options.smoke
         self.device: Device = find_device(jax.local_devices()[0].device_kind)
         self.took: dict[str, float] = {}  # seconds of the last stage of a kind
@@ -86,19 +88,36 @@ class Suite:
 
     @property
     def left(self) -> float:
+        """Seconds of the budget that are left."""
         return self.options.budget - (time.perf_counter() - self.started)
 
     def configs(self, name: str) -> Configs:
+        """Return the configs of a model of this name, small ones with --smoke."""
         return smoke(name) if self.smoke else full(name)
 
-    def graph(self, name: str, rows: int, context: int, **fields: Any) -> Graph:
+    def graph(
+        self,
+        name: str,
+        rows: int,
+        context: int,
+        *,
+        weights: Weights = "auto",
+        kernels: Kernels = "auto",
+    ) -> Graph:
         """Return a graph for this device with one step per call, as on a GPU."""
-        fields = {"rows": rows, "max_length": context + ROOM, "steps_per_call": 1} | fields
+        plan = Plan(
+            rows=rows,
+            max_length=context + ROOM,
+            steps_per_call=1,
+            weights=weights,
+            kernels=kernels,
+        )
         if not self.smoke:
-            fields = {"dtype": "bfloat16"} | fields
+            plan = dataclasses.replace(plan, dtype="bfloat16")
         device = jax.local_devices()[0]
-        where = {"platform": device.platform, "memory": free_memory(device)}
-        return planned(self.configs(name), **where, **fields)
+        return planned(
+            self.configs(name), plan, platform=device.platform, memory=free_memory(device)
+        )
 
     def add(self, name: str, **values: Any) -> None:
         """Add a measurement, print it, and rewrite the file."""
@@ -109,10 +128,12 @@ class Suite:
         self.save()
 
     def save(self) -> None:
+        """Write the result as JSON, if there is a place for it."""
         if path := self.options.json:
             path.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
     def wants(self, stage: str) -> bool:
+        """Return whether a stage was asked for."""
         return stage in self.options.stages.split(",")
 
     def stage(self, kind: str, name: str, estimate: float, run: Callable[[], None]) -> None:
@@ -155,8 +176,10 @@ def ceilings(suite: Suite) -> None:
     """Measure the limits of the device: copying, reading, and products of 1 to 4096 rows."""
     size = 1 << (20 if suite.smoke else 30)
     block = jax.random.normal(jax.random.key(0), (size // 2,), jnp.bfloat16)
-    copied = timed(_bound(jit(lambda x: x + jnp.bfloat16(1)), block), times=4)
-    summed = timed(_bound(jit(lambda x: jnp.sum(x, dtype=jnp.float32)), block), times=4)
+    copy = jit(lambda x: x + jnp.bfloat16(1))
+    add_up = jit(lambda x: jnp.sum(x, dtype=jnp.float32))
+    copied = timed(functools.partial(copy, block), times=4)
+    summed = timed(functools.partial(add_up, block), times=4)
     rate = 2 * size / min(copied) * 1e3
     suite.add("copy", tb_s=rate / 1e12, samples=copied)
     suite.add("read", tb_s=size / min(summed) * 1e3 / 1e12, samples=summed)
@@ -167,23 +190,24 @@ def ceilings(suite: Suite) -> None:
     dot = jit(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32))
     for rows in (1, 8, 15, 16, 32, 64, 128, 256, 512, 4096):
         x = jax.random.normal(jax.random.key(2), (rows, depth), jnp.bfloat16)
-        ms = timed(_bound(dot, x, w), times=10)
+        ms = timed(functools.partial(dot, x, w), times=10)
         flops = 2 * rows * depth * columns / min(ms) * 1e3
         suite.add("gemm", rows=rows, ms=min(ms), tb_s=w.nbytes / min(ms) / 1e9, tflops=flops / 1e12)
-
-
-def _bound(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    return lambda: function(*args)
 
 
 def compare_bitwise(suite: Suite, name: str, params: Any, graph: Graph, context: int) -> None:
     """Compare the logits of plain steps and of verified blocks bit for bit."""
     bench = Bench(graph, params, context)
-    plan, vocab, start, width = graph.plan, graph.config.vocab_size, bench.state, graph.plan.block
-    plain, verify = (
-        jit(lambda p, s, r, b, d=d: logits_step(bench.pair, p, s, r, b, d)) for d in (False, True)
-    )
-    rng, truth, text, state = np.random.default_rng(0), [], [], start
+    plan = graph.plan
+    width = plan.block
+    vocab = graph.config.vocab_size
+    start = bench.state
+    plain = jit(lambda p, s, r, b: logits_step(bench.pair, p, s, r, b, False))
+    verify = jit(lambda p, s, r, b: logits_step(bench.pair, p, s, r, b, True))
+    rng = np.random.default_rng(0)
+    truth: list[np.ndarray] = []
+    text: list[np.ndarray] = []
+    state = start
     count = 3 * width
     for _ in range(count):  # plain, with filler tokens after the anchor
         text.append(np.asarray(state.anchor))
@@ -192,7 +216,8 @@ def compare_bitwise(suite: Suite, name: str, params: Any, graph: Graph, context:
         truth.append(np.asarray(logits[:, 0]))
     equal = compared = 0
     for accepted in (width - 1, 2, 0, 5 % width):  # blocks with this many right drafts
-        state, at = start, 0
+        state = start
+        at = 0
         while at + width <= count:
             block = np.stack(text[at : at + width], axis=1)
             block[:, 1 + accepted :] = (block[:, 1 + accepted :] + 1) % vocab
@@ -205,25 +230,26 @@ def compare_bitwise(suite: Suite, name: str, params: Any, graph: Graph, context:
     suite.add("bitwise", model=name, context=context, compared=compared, equal=equal)
 
 
-def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields: Any) -> None:
+def grid(suite: Suite, name: str, graph: Graph, params: Any, context: int) -> None:
     """Time every part of a step against its roofline."""
-    graph = suite.graph(name, rows, context, **fields)
-    plan, bench = graph.plan, Bench(graph, params, context)
+    plan = graph.plan
+    bench = Bench(graph, params, context)
     started = time.perf_counter()
     built = bench.compile(*suite.options.steps.split(","))
     compile_s = time.perf_counter() - started
-    found: dict[str, list[float]] = {}
+    times_of: dict[str, list[float]] = {}
     for step, executable in built.items():
-        found[step] = timed(lambda run=executable: bench.run(run), times=2 if suite.smoke else 8)
-    best = min(found.keys() & {"plain1", "plain"} or found, key=lambda form: min(found[form]))
+        times_of[step] = timed(lambda run=executable: bench.run(run), times=2 if suite.smoke else 8)
+    plain_forms = times_of.keys() & {"plain1", "plain"}
+    best = min(plain_forms or times_of, key=lambda form: min(times_of[form]))
     least = _least_work(graph)
-    for step, samples in found.items():
+    for step, samples in times_of.items():
         ideal = roofline(least[step], suite.device, plan.dtype)
         suite.add(
             "step",
             model=name,
             step=step,
-            rows=rows,
+            rows=plan.rows,
             context=context,
             slots=plan.slots,
             block=plan.block,
@@ -235,19 +261,23 @@ def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields
             roofline_percent=100 * ideal.seconds * 1e3 / min(samples),
             bound=ideal.bound,
             gb_s=least[step].bytes / min(samples) / 1e6,
-            over_faster_plain=min(samples) / min(found[best]),
+            over_faster_plain=min(samples) / min(times_of[best]),
             faster_plain=best,
             temporary_bytes=built[step].temporary_bytes,
             compile_s=round(built[step].seconds, 1),
             all_compiled_s=round(compile_s, 1),
             samples=samples,
-            plan=json.loads(plan.to_json()),
+            plan=plan.to_json(),
         )
 
 
 def _least_work(graph: Graph) -> dict[str, StepWork]:
-    """Least bytes and operations of each part; a draft is a fused step less its plain one."""
-    fused, plain = (work(graph, step) for step in (Step.SPECULATIVE, Step.PLAIN))
+    """Return the least bytes and operations of each part of a step.
+
+    Those of a draft are those of a fused step less those of its plain one.
+    """
+    fused = work(graph, Step.SPECULATIVE)
+    plain = work(graph, Step.PLAIN)
     return {
         "plain1": work(one_token(graph), Step.PLAIN),
         "plain": plain,
@@ -261,18 +291,23 @@ def forced(suite: Suite, name: str, params: Any) -> None:
     """Measure decoding at forced acceptance lengths over the faster form of plain decoding."""
     count, length = (24, 20) if suite.smoke else (128, 1024)
     graph = suite.graph(name, 1, length + count)
-    engine, vocab = Engine(graph, params), graph.config.vocab_size
+    engine = Engine(graph, params)
+    vocab = graph.config.vocab_size
     prompt = np.random.default_rng(3).integers(0, vocab - 1, length).tolist()
-    options: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
-    single = one_token_engine(engine)
-    runs = {}
-    for form, of in (("plain", engine), ("plain1", single)):
-        generate(of, prompt, **options, speculative=False)
-        runs[form] = [generate(of, prompt, **options, speculative=False) for _ in range(3)]
-    plain_s = {form: min(run.decode_s for run in found) for form, found in runs.items()}
+
+    def best_of_three(of: Engine, *, speculative: bool) -> Run:
+        runs = [
+            generate(of, prompt, max_tokens=count, ignore_eos=True, speculative=speculative)
+            for _ in range(4)
+        ]
+        return min(runs[1:], key=lambda run: run.decode_s)  # the first one compiles
+
+    plain = best_of_three(engine, speculative=False)
+    plain1 = best_of_three(one_token_engine(engine), speculative=False)
+    plain_s = {"plain": plain.decode_s, "plain1": plain1.decode_s}
     best = min(plain_s, key=lambda form: plain_s[form])
-    said = runs["plain"][0].token_ids
-    same = runs["plain1"][0].token_ids == said
+    said = plain.token_ids
+    same = plain1.token_ids == said
     suite.add("plain_decoding", model=name, decode_s=plain_s, plain1_equal=same)
     script = scripted_engine(engine)
     loop = DeviceLoop(script)
@@ -281,9 +316,7 @@ def forced(suite: Suite, name: str, params: Any) -> None:
             continue
         text = force_acceptance([*prompt, *said], length, (tau - 1,), vocab)
         set_script(script, text)
-        generate(script, prompt, **options)
-        found = [generate(script, prompt, **options) for _ in range(3)]
-        run = min(found, key=lambda r: r.decode_s)
+        run = best_of_three(script, speculative=True)
         rounds = len(run.acceptance_lengths)
         looped = min(
             loop.run(prompt, max_tokens=count, stop_ids=(), rounds=rounds).decode_s
@@ -306,20 +339,23 @@ def official(suite: Suite, name: str, params: Any) -> None:
     """Time the official package on the same weights and forced acceptance, interleaved."""
     from benchmarks.official import Official
 
-    count, length = 96, 512
+    count = 96
+    length = 512
     graph = suite.graph(name, 1, length + count)
-    engine, vocab = Engine(graph, params), graph.config.vocab_size
+    engine = Engine(graph, params)
+    vocab = graph.config.vocab_size
     prompt = np.random.default_rng(3).integers(0, vocab - 1, length).tolist()
-    options: dict[str, Any] = {"max_tokens": count}
-    said = generate(engine, prompt, **options, ignore_eos=True, speculative=False).token_ids
+    plain = generate(engine, prompt, max_tokens=count, ignore_eos=True, speculative=False)
+    said = plain.token_ids
     script = scripted_engine(engine)
     text = force_acceptance([*prompt, *said], length, (4,), vocab)
     set_script(script, text)
     theirs = Official(engine, device="cuda", dtype="bfloat16")
-    ours_s, theirs_s = [], []
+    ours_s = []
+    theirs_s = []
     for _ in range(4):
-        ours = generate(script, prompt, **options, ignore_eos=True)
-        other = theirs.generate(prompt, script=text, **options)
+        ours = generate(script, prompt, max_tokens=count, ignore_eos=True)
+        other = theirs.generate(prompt, script=text, max_tokens=count)
         ours_s.append((len(ours.token_ids) - 1) / ours.decode_s)
         theirs_s.append((len(other.token_ids) - 1) / other.decode_s)
     ratios = [a / b for a, b in zip(ours_s[1:], theirs_s[1:], strict=True)]
@@ -352,15 +388,22 @@ def first(suite: Suite, name: str) -> Iterator[Stage]:
 
 
 def others(suite: Suite, name: str) -> Iterator[Stage]:
-    params, (target, _) = _weights(suite, name), suite.configs(name)
-    for rows, context in CELLS[suite.smoke][1:] if suite.wants("steps") else ():
+    """Yield the stages of more rows and longer contexts."""
+    params = _weights(suite, name)
+    target, _ = suite.configs(name)
+    if not suite.wants("steps"):
+        return
+    for rows, context in CELLS[suite.smoke][1:]:
         if context + ROOM <= target.max_length:
             yield _cell(suite, name, params, rows, context)
 
 
 def _cell(suite: Suite, name: str, params: Any, rows: int, context: int) -> Stage:
     label = f"steps {name} rows {rows} context {context}"
-    run = functools.partial(grid, suite, name, params, rows, context)
+
+    def run() -> None:
+        grid(suite, name, suite.graph(name, rows, context), params, context)
+
     return f"steps {name}", label, ESTIMATES[name], run
 
 
@@ -373,30 +416,33 @@ def _weights(suite: Suite, name: str) -> Any:
 def packed(suite: Suite, name: str) -> Iterator[Stage]:
     """Yield the stages of Pallas attention and of int8 and int4 weights."""
     context = CELLS[suite.smoke][0][1]
-    kinds = [("float", "pallas"), ("int8", "auto"), ("int4", "auto"), ("int4", "pallas")]
-    for weights, kernels in [*kinds, ("int4", "xla")]:
-        fields = {"weights": weights, "kernels": kernels}
+    kinds: list[tuple[Weights, Kernels]] = [("float", "pallas"), ("int8", "auto")]
+    kinds += [("int4", "auto"), ("int4", "pallas"), ("int4", "xla")]
 
-        def run(fields: dict[str, Any] = fields) -> None:
-            params = random_params(suite.graph(name, 1, context, **fields))
-            grid(suite, name, params, 1, context, **fields)
+    def run(weights: Weights, kernels: Kernels) -> None:
+        graph = suite.graph(name, 1, context, weights=weights, kernels=kernels)
+        grid(suite, name, graph, random_params(graph), context)
 
-        yield "packed", f"steps {name} {weights} by {kernels}", 30, run
+    for weights, kernels in kinds:
+        stage = functools.partial(run, weights, kernels)
+        yield "packed", f"steps {name} {weights} by {kernels}", 30, stage
 
 
 def summary(suite: Suite) -> str:
+    """Return the table of all steps: the least of their samples, and the roofline's share of it."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for m in suite.result["measurements"]:
         if m["name"] == "step":
             key = m["model"], f"{m['weights']}/{m['kernels']}", str(m["rows"]), str(m["context"])
             text = f"{m['min_ms']:.2f} ms {m['roofline_percent']:.0f} %"
             cells.setdefault(key, {})[m["step"]] = text
-    rows = [[*key, *(found.get(step, "-") for step in STEPS)] for key, found in cells.items()]
+    rows = [[*key, *(texts.get(step, "-") for step in STEPS)] for key, texts in cells.items()]
     shown = terminal.table(("model", "weights", "rows", "context", *STEPS), rows, WIDTH)
     return f"{shown}\n(least of the samples, and the roofline's share of it)"
 
 
-def arguments(given: list[str] | None) -> argparse.Namespace:
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=560, help="seconds, compiling included")
     parser.add_argument("--models", default=",".join(FULL), help="some of these, in this order")
@@ -404,7 +450,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", default=",".join(STEPS), help="some of these")
     parser.add_argument("--smoke", action="store_true", help="tiny models, a minute on a CPU")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    options = parser.parse_args(given)
+    options = parser.parse_args(words)
     for name, known in (("models", FULL), ("stages", STAGES), ("steps", STEPS)):
         if unknown := sorted(set(getattr(options, name).split(",")) - set(known)):
             parser.error(f"unknown {name} {unknown}; known: {', '.join(known)}")
@@ -419,9 +465,9 @@ def run_all(suite: Suite, stages: Iterator[Stage]) -> None:
         suite.stage(kind, name, estimate, run)
 
 
-def main(given: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Run the stages that fit the budget; return 1 if logits were not bitwise equal."""
-    suite = Suite(arguments(given))
+    suite = Suite(arguments(words))
     names = suite.options.models.split(",")
     if suite.wants("ceilings"):
         suite.stage("ceilings", "ceilings", 15, lambda: ceilings(suite))
@@ -435,7 +481,7 @@ def main(given: list[str] | None = None) -> int:
     suite.save()
     print(summary(suite))
     checks = [m for m in suite.result["measurements"] if m["name"] == "bitwise"]
-    return int(any(m["equal"] != m["compared"] for m in checks))
+    return 1 if any(m["equal"] != m["compared"] for m in checks) else 0
 
 
 if __name__ == "__main__":

@@ -15,20 +15,20 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.environment import write_result
 from benchmarks.latency_server import DEVICE, STAGES
 from benchmarks.paired import markdown
+from benchmarks.processes import ServerProcess, started
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 1},
@@ -36,14 +36,14 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 WARM_UP = 50  # requests before those that count
 ROOT = Path(__file__).parents[1]
-PATIENCE = 600.0  # seconds in which a server has to start
 
 
 class Client:
     """A client that keeps its connection."""
 
-    def __init__(self, port: int):
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+    def __init__(self, url: str):
+        address = urllib.parse.urlsplit(url)
+        self._socket = socket.create_connection((address.hostname, address.port), timeout=60)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:
@@ -74,42 +74,18 @@ class Client:
         return data
 
 
-class Serving:
-    """A server in a process.
+def serving(
+    arguments: Sequence[str], source: Path
+) -> contextlib.AbstractContextManager[ServerProcess]:
+    """Return a server in a process, which runs meanwhile.
 
     Args:
-      arguments: of `latency_server`.
+      arguments: arguments of `latency_server`.
       source: the folder that holds `dflash_jax`.
     """
-
-    def __init__(self, arguments: Sequence[str], source: Path):
-        command = [sys.executable, "-m", "benchmarks.latency_server", *arguments]
-        path = os.pathsep.join([str(source), str(ROOT)])
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=source,
-            env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-        )  # fmt: skip
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(60)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    def client(self) -> Client:
-        """Return a client, once the server is ready."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("listening on "):
-                client = Client(int(line.rpartition(":")[2]))
-                end = time.monotonic() + PATIENCE
-                while client.ask("/ready")[0] != 200 and time.monotonic() < end:
-                    time.sleep(0.1)
-                return client
-        raise SystemExit(f"the server ended with exit code {self._process.wait()}")
+    command = [sys.executable, "-m", "benchmarks.latency_server", *arguments]
+    path = os.pathsep.join([str(source), str(ROOT)])
+    return started(command, environment={"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}, folder=source)
 
 
 def asked(client: Client, path: str, count: int) -> list[tuple[float, float]]:
@@ -129,27 +105,31 @@ def of_server(path: str, count: int, source: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         marks = Path(name) / "marks.json"
         with (
-            Serving(["served", str(marks)], source) as server,
-            contextlib.closing(server.client()) as client,
+            serving(["served", str(marks)], source) as server,
+            contextlib.closing(Client(server.url)) as client,
         ):
             times = asked(client, path, count)
         noted = json.loads(marks.read_text(encoding="utf-8"))[-count:]
     columns: dict[str, list[float]] = {name: [] for name in [*STAGES, "in all", "our part"]}
     for (sent, answered), marked in zip(times, noted, strict=True):
-        at, here = sent, marked | {"answered": answered}
+        at = sent
+        here = marked | {"answered": answered}
         for name, mark in STAGES.items():
             columns[name].append(here[mark] - at)
             at = here[mark]
         columns["in all"].append(answered - sent)
         columns["our part"].append(answered - sent - columns[DEVICE][-1])
-    found = {name: statistics.median(column) * 1e3 for name, column in columns.items()}
+    medians = {name: statistics.median(column) * 1e3 for name, column in columns.items()}
     fastest = sorted(columns["our part"])[: max(count // 10, 1)]
-    return found | {"our part, below which a tenth is": fastest[-1] * 1e3}
+    return medians | {"our part, below which a tenth is": fastest[-1] * 1e3}
 
 
 def of_bare(path: str, count: int) -> float:
     """Return the median time of the bare route, in milliseconds."""
-    with Serving(["bare"], ROOT) as server, contextlib.closing(server.client()) as client:
+    with (
+        serving(["bare"], ROOT) as server,
+        contextlib.closing(Client(server.url)) as client,
+    ):
         return statistics.median(b - a for a, b in asked(client, path, count)) * 1e3
 
 

@@ -61,7 +61,7 @@ class Marks:
         """Have calls of a function note a mark.
 
         Args:
-          end: when they end, not when they begin.
+          end: whether calls note it when they end, not when they begin.
           if_any: whether a call with its arguments counts.
         """
         function = getattr(owner, method)

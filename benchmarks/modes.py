@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 import time
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.sampling_params import SamplingOptions
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.graph import GraphPrograms
 from dflash_jax.graph.state import (
@@ -32,10 +33,10 @@ class Run:
     acceptance_lengths: list[int]
     prefill_s: float
     decode_s: float
-    decode_cpu_s: float  # of all threads of this process, unaffected by other processes
+    decode_cpu_s: float  # CPU seconds of all threads, unaffected by other processes
 
 
-def generate(engine: Engine, prompt: list[int], **options: Any) -> Run:
+def generate(engine: Engine, prompt: list[int], **options: Unpack[SamplingOptions]) -> Run:
     """Generate with the engine's own loop.
 
     The decoding time starts when the prompt is in the caches and nothing else is dispatched, and
@@ -43,13 +44,15 @@ def generate(engine: Engine, prompt: list[int], **options: Any) -> Run:
     """
     started = time.perf_counter()
     live = engine.submit(prompt, **options)
-    while live.num_fed < len(prompt):
+    while live.num_computed < len(prompt):
         engine.advance()
     jax.block_until_ready(engine.core.runner.state)
-    ready, busy = time.perf_counter(), time.process_time()
+    ready = time.perf_counter()
+    busy = time.process_time()
     while not live.done:
         engine.advance()
-    ended, done = time.perf_counter(), time.process_time()
+    ended = time.perf_counter()
+    done = time.process_time()
     result = live.result()
     lengths = result.stats.acceptance_lengths
     return Run(result.token_ids, lengths, ready - started, ended - ready, done - busy)
@@ -60,9 +63,11 @@ class DeviceLoop:
 
     def __init__(self, engine: Engine):
         engine.warm_up()
-        self._engine, self._plan, graph = engine, engine.plan, engine.graph
+        self._engine = engine
+        self._plan = engine.plan
+        graph = engine.graph
         self._programs = GraphPrograms(graph, engine.core.runner.executables)
-        self._pair = dataclasses.replace(graph.pair, block=graph.plan.block)
+        self._pair = graph.pair
         self._state = graph.init_state()
         self._loop = jit(self._rounds, donate=(1, 4))
 
@@ -72,19 +77,28 @@ class DeviceLoop:
         """Prefill as the engine does, then decode all rounds in a loop on the device."""
         params = self._engine.params
         width = self._plan.block + output_columns(idle_rules(self._plan))
-        answers, count = jnp.zeros((max_tokens, width), jnp.int32), jnp.int32(rounds)
+        answers = jnp.zeros((max_tokens, width), jnp.int32)
+        count = jnp.int32(rounds)
         rules = self._engine.graph.rules(stop=stop_ids, max_length=len(prompt) + max_tokens)
         rules = jax.block_until_ready(jax.device_put(rules))
         started = time.perf_counter()
         self._state, out = self._programs.prefill(params, self._state, prompt, rules=rules)
         jax.block_until_ready((self._state, answers, count))
-        ready, busy = time.perf_counter(), time.process_time()
+        ready = time.perf_counter()
+        busy = time.process_time()
         self._state, said = self._loop(params, self._state, rules, count, answers)
-        steps = read_output(StepOutput(said[:rounds, None], reports_odds=self._plan.call_odds))
-        ended, done = time.perf_counter(), time.process_time()
-        found = [row.tokens for step in steps for row in step]
-        tokens = [*out.tokens[0], *itertools.chain.from_iterable(found)]
-        return Run(tokens, [*map(len, found)], ready - started, ended - ready, done - busy)
+        steps = read_output(
+            StepOutput(
+                said[:rounds, None], reports_tool_call_margin=self._plan.report_tool_call_margin
+            )
+        )
+        ended = time.perf_counter()
+        done = time.process_time()
+        rounds_of_tokens = [row.tokens for step in steps for row in step]
+        tokens = [*out.tokens[0], *itertools.chain.from_iterable(rounds_of_tokens)]
+        return Run(
+            tokens, [*map(len, rounds_of_tokens)], ready - started, ended - ready, done - busy
+        )
 
     def _rounds(
         self,

@@ -27,10 +27,12 @@ class Official:
 
     def __init__(self, engine: Engine, *, device: str = "cpu", dtype: str = "float32"):
         torch.set_num_threads(1)
-        self.device, kind = device, getattr(torch, dtype)
+        self.device = device
+        kind = getattr(torch, dtype)
         package._cuda_time = self._clock
         self._busy: list[float] = []
-        config, drafter = _config(engine.graph.config), engine.graph.drafter_config
+        config = _config(engine.graph.config)
+        drafter = engine.graph.drafter_config
         torch.set_default_dtype(kind)
         with torch.device(device):
             self.target = Qwen3ForCausalLM(config).to(kind).eval()
@@ -104,7 +106,7 @@ def _config(config: AttentionConfig) -> Qwen3Config:
 
 
 def _fill(module: torch.nn.Module, params: Any, config: AttentionConfig, *, prefix: str) -> None:
-    """Copy our weights into a module; every tensor but a tied head must be given."""
+    """Copy our weights into a module, which takes all of them; a tied head may be missing."""
     source = TreeSource(params, config)
     tensors = {
         name if name == "lm_head.weight" else prefix + name: torch.from_numpy(

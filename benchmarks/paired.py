@@ -60,7 +60,7 @@ def markdown(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
     """Return the lines of a table in Markdown.
 
     Args:
-      headings: with " | " between them.
+      headings: the column's names, with " | " between them.
     """
     rule = " | ".join(["---"] * len(headings.split(" | ")))
     lines = [headings, rule, *(" | ".join(map(str, cells)) for cells in rows)]

@@ -45,7 +45,7 @@ def measure(target: str, weights: str, options: argparse.Namespace) -> dict[str,
     assert tokenizer is not None
     prompts = [tokenizer.encode(text) for text in PROMPTS[: max(options.live)]]
     answers: dict[int, Any] = {}
-    found: dict[str, Any] = {}
+    token_ms_of: dict[str, Any] = {}
     for live in options.live:
         for mode, speculative in (("plain", False), ("drafted", True)):
 
@@ -63,22 +63,26 @@ def measure(target: str, weights: str, options: argparse.Namespace) -> dict[str,
             wide = [rows for rows in options.rows if rows >= live]
             calls = {str(rows): lambda rows=rows, f=token_ms: f(rows) for rows in wide}
             samples = interleaved(calls, options.pairs)
-            found[f"{live} live, {mode}"] = {
+            token_ms_of[f"{live} live, {mode}"] = {
                 rows: spread(x).to_json() | {"over": ratio(samples, rows, str(wide[0])).to_json()}
                 for rows, x in samples.items()
             }
-    return {"plan": dataclasses.asdict(first.plan), "token_ms": found}
+    return {"plan": dataclasses.asdict(first.plan), "token_ms": token_ms_of}
 
 
 def table(figures: dict[str, Any]) -> list[str]:
-    """Return the figures of all weights in Markdown."""
-    rows = [
-        [weights, what, rows, f"{x['median']:.2f}", f"{x['over']['median']:.2f}"]
-        for weights, of_weights in figures.items()
-        for what, by_rows in of_weights["token_ms"].items()
-        for rows, x in by_rows.items()
-    ]
-    return markdown("weights | requests | rows | ms a token | over the fewest rows", rows)
+    """Return the times of all weights in Markdown, by the number of rows."""
+    lines = []
+    numbers: dict[str, None] = {}
+    for weights, of_weights in figures.items():
+        for requests, by_rows in of_weights["token_ms"].items():
+            numbers |= dict.fromkeys(by_rows)
+            fewest = next(iter(by_rows.values()))["median"]
+            ratios = {rows: f"{times['over']['median']:.2f}" for rows, times in by_rows.items()}
+            lines.append((weights, requests, f"{fewest:.1f}", ratios))
+    cells = [[*names, *(ratios.get(rows, "") for rows in numbers)] for *names, ratios in lines]
+    columns = " | ".join(f"{rows} rows" for rows in numbers)
+    return markdown(f"weights | requests | ms a token, fewest rows | {columns}", cells)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -18,12 +18,14 @@ from typing import Any
 
 from benchmarks.paired import interleaved, ratio, spread
 
-PROMPT, TOKENS, MOST = list(range(5, 37)), 64, 256
+PROMPT = list(range(5, 37))
+TOKENS = 64
+MOST = 256
 SAMPLED = {"temperature": 0.8, "seed": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": SAMPLED,
-    "filtered": {**SAMPLED, "top_p": 0.9, "top_k": 40},
+    "filtered": SAMPLED | {"top_p": 0.9, "top_k": 40},
 }
 
 
@@ -33,7 +35,7 @@ def engines(rows: int) -> Iterator[tuple[str, Any]]:
     from benchmarks.cases import Shape
     from dflash_jax.errors import DFlashError
     from dflash_jax.graph.ngram import NGram
-    from dflash_jax.models import build_pair
+    from dflash_jax.networks import build_pair
     from dflash_jax.random_weights import engine
 
     plan = dj.Plan(rows=rows, max_length=MOST)
@@ -50,25 +52,29 @@ def engines(rows: int) -> Iterator[tuple[str, Any]]:
 def measure(engine: Any, pairs: int) -> dict[str, Any]:
     """Return milliseconds of plain and drafted steps, and the paired ratios over greedy ones."""
     engine.measures_drafting = False
-    prompts, found = [PROMPT] * engine.plan.rows, {}
+    prompts = [PROMPT] * engine.plan.rows
+    figures: dict[str, Any] = {}
 
     def milliseconds(kind: str, speculative: bool) -> float:
-        given: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, **OPTIONS[kind]}
-        results = engine.generate_many(prompts, speculative=speculative, **given)
+        results = engine.generate_many(
+            prompts,
+            speculative=speculative,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            **OPTIONS[kind],
+        )
         stats = max((r.stats for r in results), key=lambda s: s.rounds + s.plain_steps)
         return 1e3 * stats.decode_s / (stats.rounds + stats.plain_steps)
 
     for step, drafts in (("plain", False), ("speculative", True)):
         calls = {kind: lambda kind=kind, d=drafts: milliseconds(kind, d) for kind in OPTIONS}
         samples = interleaved(calls, pairs)
-        found[step] = {
+        figures[step] = {
             "step_ms": {kind: spread(numbers).to_json() for kind, numbers in samples.items()},
-            **{
-                f"{kind}_over_greedy": ratio(samples, kind, "greedy").to_json()
-                for kind in ("sampled", "filtered")
-            },
+            "sampled_over_greedy": ratio(samples, "sampled", "greedy").to_json(),
+            "filtered_over_greedy": ratio(samples, "filtered", "greedy").to_json(),
         }
-    return found | {"plan": dataclasses.asdict(engine.plan), "load": os.getloadavg()[0]}
+    return figures | {"plan": dataclasses.asdict(engine.plan), "load": os.getloadavg()[0]}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -85,14 +91,15 @@ def main(words: Sequence[str] | None = None) -> int:
     for rows in (1, 4):
         for name, engine in engines(rows):
             case = f"{name}, V {engine.graph.config.vocab_size}, rows {rows}"
-            cases[case] = found = measure(engine, options.pairs)
+            cases[case] = figures = measure(engine, options.pairs)
             for step in ("plain", "speculative"):
-                greedy = found[step]["step_ms"]["greedy"]["median"]
+                greedy = figures[step]["step_ms"]["greedy"]["median"]
                 over = [
-                    found[step][f"{kind}_over_greedy"]["median"] for kind in ("sampled", "filtered")
+                    figures[step][f"{kind}_over_greedy"]["median"]
+                    for kind in ("sampled", "filtered")
                 ]
-                figures = f"sampled {over[0]:.3f}  filtered {over[1]:.3f}"
-                print(f"{case:32} {step:12} greedy {greedy:7.2f} ms  {figures}", flush=True)
+                shown = f"sampled {over[0]:.3f}  filtered {over[1]:.3f}"
+                print(f"{case:32} {step:12} greedy {greedy:7.2f} ms  {shown}", flush=True)
     write_result(options.json, "sampled", {"cases": cases})
     return 0
 

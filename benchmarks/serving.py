@@ -1,9 +1,12 @@
 """Servers beside each other under the same traffic: streamed chats of 1, 4, 8 and 16 clients.
 
     python -m benchmarks.serving ours=http://127.0.0.1:8080 other=http://127.0.0.1:8081
-    python -m benchmarks.serving \\
+    python -m benchmarks.serving --json OUT \\
         'ours=dflash-jax serve --target smollm2 --rows 8 --port {port}' \\
-        'llama.cpp=python llama_server.py model.gguf {port} 8 16384' --json OUT
+        'llama.cpp=PYTHON -P PREBUILT FILE.gguf 2 16384 --rows 8 --port {port}'
+
+PREBUILT is benchmarks/llama_cpp/prebuilt.py, PYTHON that of an environment with `pip install
+xllamacpp`.
 
 A side is an address, or a command that starts a server. Every client sends one request after the
 other: the same long system prompt, a note of its own, a greedy answer. All sides get the same
@@ -27,7 +30,6 @@ import os
 import random
 import re
 import shlex
-import signal
 import socket
 import statistics
 import subprocess
@@ -39,6 +41,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks import processes
 from benchmarks.environment import write_result
 from benchmarks.paired import markdown
 
@@ -48,7 +51,9 @@ WORDS = re.findall(
     " keys limits models data rows queue and network while other people read write plan ship fix"
     " review merge build deploy watch",
 )
-SYSTEM_WORDS, NOTE_WORDS, LONG_WORDS = 270, (40, 80, 150, 250), 1400
+SYSTEM_WORDS = 270
+NOTE_WORDS = (40, 80, 150, 250)
+LONG_WORDS = 1400
 PATIENCE = 900.0  # seconds in which a server has to start, to end its own work, or to answer
 IDLE = 0.05  # cores that an idle server may take, for SETTLED seconds
 SETTLED = 5.0
@@ -68,7 +73,7 @@ class Answer:
     """When the pieces of a streamed answer came, in seconds from its request.
 
     Attributes:
-      tokens: of the answer, as the server counted them.
+      tokens: number of tokens of the answer, as the server counted them.
     """
 
     pieces: list[float]
@@ -84,13 +89,15 @@ class Side:
     """A server at an address.
 
     Args:
-      name: of the side, in tables.
-      address: of the server, without a path.
-      process: that was started for it, if any.
+      name: the side's name in tables.
+      address: the server's address, without a path.
+      process: the process that was started for it, if any.
     """
 
     def __init__(self, name: str, address: str, process: subprocess.Popen | None = None):
-        self.name, self.address, self.process = name, address.rstrip("/"), process
+        self.name = name
+        self.address = address.rstrip("/")
+        self.process = process
         self._client = httpx.AsyncClient(timeout=PATIENCE, limits=httpx.Limits(max_connections=64))
         self._model = ""
 
@@ -99,9 +106,9 @@ class Side:
         started = time.perf_counter()
         while True:
             with contextlib.suppress(httpx.TransportError, KeyError, IndexError):
-                found = await self._client.get(f"{self.address}/v1/models")
-                if found.status_code == 200:
-                    self._model = found.json()["data"][0]["id"]
+                response = await self._client.get(f"{self.address}/v1/models")
+                if response.status_code == 200:
+                    self._model = response.json()["data"][0]["id"]
                     await self.ask([{"role": "user", "content": "Hi"}], 1)
                     return time.perf_counter() - started
             if self.process and self.process.poll() is not None:
@@ -118,7 +125,9 @@ class Side:
         """
         body = {"model": self._model, "messages": messages, "max_tokens": max_tokens}
         body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-        pieces, tokens, started = [], 0, time.perf_counter()
+        pieces = []
+        tokens = 0
+        started = time.perf_counter()
         url = f"{self.address}/v1/chat/completions"
         async with self._client.stream("POST", url, json=body) as response:
             if response.status_code == 503:  # it is not ready
@@ -142,61 +151,34 @@ class Side:
     async def idle(self) -> float:
         """Wait until the server computes nothing of its own; return the seconds it took."""
         started = last = time.perf_counter()
-        if not self.process or not _process_ids(self.process.pid):
+        if not self.process or not processes.process_ids(self.process.pid):
             return 0.0
         before = self.cpu_s
         while time.perf_counter() - started < PATIENCE:
             await asyncio.sleep(SETTLED)
-            now, spent = time.perf_counter(), self.cpu_s
+            now = time.perf_counter()
+            spent = self.cpu_s
             if spent - before < IDLE * (now - last):
                 return last - started
-            before, last = spent, now
+            before = spent
+            last = now
         raise SystemExit(f"{self.name} computes without requests for {PATIENCE:.0f} s")
 
     @property
     def cpu_s(self) -> float:
         """CPU seconds of the side's processes; 0 if they are not known."""
-        ticks = 0
-        for number in _process_ids(self.process.pid) if self.process else ():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return processes.cpu_s(self.process.pid) if self.process else 0.0
 
     @property
     def memory_mb(self) -> dict[str, float]:
         """Resident memory of the side's processes now, and at most."""
-        found = {"resident": 0.0, "peak": 0.0}
-        for number in _process_ids(self.process.pid) if self.process else ():
-            with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{number}/status").read_text().splitlines():
-                    for name, field in (("resident", "VmRSS:"), ("peak", "VmHWM:")):
-                        if line.startswith(field):
-                            found[name] += int(line.split()[1]) / 1e3
-        return {name: round(size, 1) for name, size in found.items()}
+        return processes.memory_mb(self.process.pid) if self.process else {}
 
     async def close(self) -> None:
         """Close the connections, and end the process."""
         await self._client.aclose()
         if self.process:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-
-def _process_ids(first: int) -> list[int]:
-    """Return the numbers of a process and of all that it started."""
-    found, rest = [], [first]
-    while rest:
-        number = rest.pop()
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{number}/task").iterdir():
-                rest += map(int, (task / "children").read_text().split())
-            found.append(number)
-    return found
+            processes.end(self.process)
 
 
 def start(name: str, target: str) -> Side:
@@ -223,9 +205,11 @@ async def traffic(side: Side, clients: int, max_tokens: int, seed: str) -> dict[
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
             answers.append(await side.ask(messages, max_tokens))
 
-    cpu_s, started = side.cpu_s, time.perf_counter()
+    cpu_s = side.cpu_s
+    started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
-    seconds, tokens = time.perf_counter() - started, sum(x.tokens for x in answers)
+    seconds = time.perf_counter() - started
+    tokens = sum(x.tokens for x in answers)
     return {
         "tokens": tokens,
         "seconds": seconds,
@@ -274,39 +258,40 @@ def joined(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-Figures = dict[str, dict[str, Any]]  # by side
+Figures = dict[str, dict[str, Any]]  # the figures of each side, by its name
 
 
 async def first_minute(targets: dict[str, str], options: argparse.Namespace) -> Figures:
     """Return the figures of each side that is started, alone, right after it is ready."""
-    found: Figures = {}
+    by_side: Figures = {}
     for name, target in targets.items():
         side = start(name, target)
         if side.process is None:
             await side.close()
             continue
         try:
-            ready_s, figures = await side.ready(), {}
+            ready_s = await side.ready()
+            figures = {}
             for clients in options.clients:
                 sample = await traffic(side, clients, options.tokens, f"first {clients}")
                 figures[str(clients)] = joined([sample])
                 _say(name, "first minute", clients, figures[str(clients)])
-            found[name] = {"ready_s": ready_s, "clients": figures, "idle_s": await side.idle()}
-            found[name]["cpu_s"] = side.cpu_s
+            by_side[name] = {"ready_s": ready_s, "clients": figures, "idle_s": await side.idle()}
+            by_side[name]["cpu_s"] = side.cpu_s
         finally:
             await side.close()
-    return found
+    return by_side
 
 
 async def later(targets: dict[str, str], options: argparse.Namespace) -> Figures:
     """Return the figures of all sides, which run beside each other and are asked in turn."""
     sides = [start(name, target) for name, target in targets.items()]
-    found: Figures = {side.name: {"clients": {}} for side in sides}
+    by_side: Figures = {side.name: {"clients": {}} for side in sides}
     try:
         for side in sides:
-            found[side.name]["ready_s"] = await side.ready()
+            by_side[side.name]["ready_s"] = await side.ready()
         for side in sides:
-            found[side.name]["idle_s"] = await side.idle()
+            by_side[side.name]["idle_s"] = await side.idle()
         for clients in options.clients:
             samples: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
             for number in range(options.rounds):
@@ -314,37 +299,55 @@ async def later(targets: dict[str, str], options: argparse.Namespace) -> Figures
                     seed = f"{clients} {number}"
                     samples[side.name].append(await traffic(side, clients, options.tokens, seed))
             for name, of_side in samples.items():
-                found[name]["clients"][str(clients)] = joined(of_side)
+                by_side[name]["clients"][str(clients)] = joined(of_side)
                 _say(name, "later", clients, joined(of_side))
         for side in sides:
-            found[side.name]["long_prompt"] = await stall(side, options.tokens, "long")
-            found[side.name]["memory_mb"] = side.memory_mb
+            by_side[side.name]["long_prompt"] = await stall(side, options.tokens, "long")
+            by_side[side.name]["memory_mb"] = side.memory_mb
     finally:
         for side in sides:
             await side.close()
-    return found
+    return by_side
 
 
 def _say(name: str, when: str, clients: int, figures: dict[str, float]) -> None:
-    speed, token = figures["tokens_per_s"], figures["token_ms"]
+    speed = figures["tokens_per_s"]
+    token = figures["token_ms"]
     print(f"{name}, {when}, {clients} clients: {speed:.1f} tokens/s, {token:.1f} ms a token")
     sys.stdout.flush()
 
 
 def table(phases: dict[str, Figures]) -> list[str]:
-    """Return the figures of all sides in Markdown."""
-    rows = [
-        [
-            *(when, clients, name, f"{x['tokens_per_s']:.1f}"),
-            *(f"{x['token_ms']:.1f}, {x['token_ms_p95']:.1f}",),
-            *(f"{x['first_token_s']:.2f}, {x['first_token_s_p95']:.2f}", f"{x['cpu_s']:.1f}"),
-        ]
-        for when, sides in phases.items()
-        for name, of_side in sides.items()
-        for clients, x in of_side["clients"].items()
-    ]
-    headings = "when | clients | side | answer tokens/s | ms a token, p50, p95"
-    return markdown(f"{headings} | first token s, p50, p95 | CPU s", rows)
+    """Return the figures of all sides in Markdown, in a cell those of the sides in their order.
+
+    A time is its median, and in brackets its 95th percentile. The ratio is that of the first two
+    sides' tokens per second.
+    """
+    rows = []
+    for when, sides in phases.items():
+        for clients in next(iter(sides.values()))["clients"]:
+            figures = [of_side["clients"][clients] for of_side in sides.values()]
+            speeds = [one["tokens_per_s"] for one in figures]
+            row = [
+                when,
+                clients,
+                " / ".join(f"{speed:.1f}" for speed in speeds),
+                f"{speeds[0] / speeds[1]:.2f}" if len(speeds) > 1 else "",
+                _times(figures, "token_ms", 1),
+                _times(figures, "first_token_s", 2),
+                " / ".join(f"{one['cpu_s']:.1f}" for one in figures),
+            ]
+            rows.append(row)
+    names = " / ".join(phases["later"])
+    headings = f"when | clients | answer tokens/s, {names} | ratio | ms a token (p95)"
+    return markdown(f"{headings} | first token, s (p95) | CPU s", rows)
+
+
+def _times(figures: Sequence[dict[str, float]], name: str, digits: int) -> str:
+    """Return the median of every side, with its 95th percentile in brackets."""
+    return " / ".join(
+        f"{one[name]:.{digits}f} ({one[f'{name}_p95']:.{digits}f})" for one in figures
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,12 +1,11 @@
 """Folders of every family that transformers and dflash_jax write for each other.
 
     pip install torch transformers
-    python -m benchmarks.transformers_folders [FAMILY ...]
+    python -m benchmarks.transformers_folders [FAMILY ...] [--json OUT]
 
 A small random model of each family (the folders of tests/oracle/targets) is saved by transformers
 and loaded here; what `convert` writes of it is loaded there again. Both must give the logits of the
-first, the same greedy tokens, and the same special ids. The result is
-benchmarks/results/transformers_folders.json.
+first, the same greedy tokens, and the same special ids.
 """
 
 import argparse
@@ -26,16 +25,23 @@ from dflash_jax.loading import load_target
 
 HERE = Path(__file__).parent
 FOLDERS = HERE.parent / "tests" / "oracle" / "targets"
-RESULT = HERE / "results" / "transformers_folders.json"
-WRAPPED = ("gemma4_vl", "qwen3_5_vl", "qwen3_5_moe_vl")  # which transformers reads by another class
-PROMPT, TOKENS, TOLERANCE = 24, 16, 2e-4
+# Families that transformers reads by another class.
+WRAPPED = ("gemma4_vl", "qwen3_5_vl", "qwen3_5_moe_vl")
+PROMPT = 24  # tokens
+TOKENS = 16  # of an answer
+TOLERANCE = 2e-4
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def loaded(folder: Path) -> Any:
     """Return a folder's model in float32, with attention and experts in their plain form."""
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **plain).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return model.eval()
 
 
 @torch.no_grad()
@@ -50,13 +56,14 @@ def outputs(model: Any, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def special_ids(model: Any) -> list[Any]:
     """Return the ids of a model's config, single ones as lists."""
-    found = [getattr(model.config, name, None) for name in IDS]
-    return [i if isinstance(i, list) or i is None else [i] for i in found]
+    ids = [getattr(model.config, name, None) for name in IDS]
+    return [i if isinstance(i, list) or i is None else [i] for i in ids]
 
 
 def measure(family: str, work: Path) -> dict[str, Any]:
     """Return the differences of one family, after a check that they are small."""
-    theirs, ours = work / "theirs", work / "ours"
+    theirs = work / "theirs"
+    ours = work / "ours"
     loaded(FOLDERS / family).save_pretrained(theirs)
     first = loaded(theirs)
     vocabulary = first.config.vocab_size
@@ -66,7 +73,7 @@ def measure(family: str, work: Path) -> dict[str, Any]:
     convert(open_model(theirs, role="target"), ours, dtype="float32")
     second = loaded(ours)
     again, written = outputs(second, prompt)
-    found = {
+    figures = {
         "read_max_abs": float(np.abs(read - logits).max()),
         "written_max_abs": float(np.abs(written - logits).max()),
         "logits_std": float(logits.std()),
@@ -77,10 +84,10 @@ def measure(family: str, work: Path) -> dict[str, Any]:
         ),
         "special_ids": special_ids(second) == special_ids(first),
     }
-    least = max(found["read_max_abs"], found["written_max_abs"])
-    differences = found["different_tokens"] + found["different_tokens_here"]
-    found["equal"] = least < TOLERANCE and not differences and found["special_ids"]
-    return found
+    least = max(figures["read_max_abs"], figures["written_max_abs"])
+    differences = figures["different_tokens"] + figures["different_tokens_here"]
+    figures["equal"] = least < TOLERANCE and not differences and figures["special_ids"]
+    return figures
 
 
 def main() -> None:
@@ -88,17 +95,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     known = sorted(p.name for p in FOLDERS.iterdir() if p.is_dir() and p.name not in WRAPPED)
     parser.add_argument("families", nargs="*", default=known, metavar="FAMILY")
-    found = {}
-    for family in parser.parse_args().families:
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options = parser.parse_args()
+    results = {}
+    for family in options.families:
         with tempfile.TemporaryDirectory() as work:
             try:
-                found[family] = measure(family, Path(work))
+                results[family] = measure(family, Path(work))
             except Exception as error:  # one family must not end the others
-                found[family] = {"equal": False, "error": f"{type(error).__name__}: {error}"}
-        print(family, json.dumps(found[family]), flush=True)
-    if found.keys() == {*known}:
+                results[family] = {"equal": False, "error": f"{type(error).__name__}: {error}"}
+        print(family, json.dumps(results[family]), flush=True)
+    if options.json:
         versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-        RESULT.write_text(json.dumps(versions | {"families": found}, indent=1) + "\n")
+        options.json.write_text(json.dumps(versions | {"families": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks.paired import interleaved, ratio, spread
 
-PROMPT, MOST = list(range(5, 37)), 256
+PROMPT = list(range(5, 37))
+MOST = 256
 
 
 class Repeat:
@@ -38,7 +39,7 @@ class Repeat:
         """Draft the anchor at every place."""
         import jax.numpy as jnp
 
-        return sampler.certain(jnp.repeat(anchor[:, None], sampler.places, axis=1)), ()
+        return sampler.certain(jnp.repeat(anchor[:, None], sampler.num_drafts, axis=1)), ()
 
 
 def measure(model: str, weights: str, widths: Sequence[int], pairs: int) -> dict[str, Any]:
@@ -83,9 +84,9 @@ def main(words: Sequence[str] | None = None) -> int:
     for model in options.models:
         for weights in options.weights.split(","):
             case = f"{Path(model).stem}, {weights}"
-            cases[case] = found = measure(model, weights, widths, options.pairs)
-            one = found["step_ms"]["1"]["median"]
-            over = "  ".join(f"{n}: {found['over_one'][str(n)]['median']:.2f}" for n in widths)
+            cases[case] = result = measure(model, weights, widths, options.pairs)
+            one = result["step_ms"]["1"]["median"]
+            over = "  ".join(f"{n}: {result['over_one'][str(n)]['median']:.2f}" for n in widths)
             print(f"{case:32} one token {one:7.2f} ms; tokens over one {over}", flush=True)
     write_result(options.json, "widths", {"cases": cases})
     return 0

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from dflash_jax.config.fields import Fields, has_file, read_json
-from dflash_jax.converters.canonical import Canonical, Origin
+from dflash_jax.converters.formats.canonical import Canonical, Origin
+from dflash_jax.converters.formats.safetensors import open_safetensors
+from dflash_jax.converters.formats.source import Rows, TensorSource, as_rows
 from dflash_jax.converters.hf import ADAPTER
 from dflash_jax.converters.names import huggingface
-from dflash_jax.converters.safetensors import open_safetensors
-from dflash_jax.converters.source import Rows, TensorSource, as_rows
 from dflash_jax.errors import CheckpointError, ConfigError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -105,10 +105,11 @@ class Replaced(Origin):
         return as_rows(self.value)[rows]
 
 
-def merged(found: Canonical, folder: Path) -> tuple[Canonical, str]:
+def merged(tensors: Canonical, folder: Path) -> tuple[Canonical, str]:
     """Return a model's tensors with an adapter applied, and a note that describes it.
 
     Args:
+      tensors: the model's own tensors.
       folder: a PEFT folder: adapter_config.json and adapter_model.safetensors.
 
     Raises:
@@ -123,24 +124,25 @@ def merged(found: Canonical, folder: Path) -> tuple[Canonical, str]:
         pickle = " (its .bin file is a pickle, which is never opened)"
         note = pickle if list(folder.glob("adapter_model.bin")) else ""
         raise CheckpointError(f"{folder} holds no {WEIGHTS}{note}; save the adapter as safetensors")
-    return _Merge(found, open_safetensors(folder / WEIGHTS), scales).result()
+    return _Merge(tensors, open_safetensors(folder / WEIGHTS), scales).result()
 
 
 def merged_arrays(
-    found: Canonical, fields: Mapping[str, Any], arrays: "Factors"
+    tensors: Canonical, fields: Mapping[str, Any], factors: "Factors"
 ) -> tuple[Canonical, str]:
     """Return a model's tensors with an adapter in memory applied, and a note that describes it.
 
     Args:
-      fields: those of its adapter_config.json.
-      arrays: its tensors by PEFT's names.
+      tensors: the model's own tensors.
+      fields: the fields of the adapter's adapter_config.json.
+      factors: the adapter's tensors by PEFT's names.
 
     Raises:
       CheckpointError, ConfigError: as for `merged`.
     """
     if not isinstance(fields, Mapping):
         raise ConfigError(f"the adapter's config is {fields!r}; expected its fields as a dict")
-    return _Merge(found, arrays, _Scales(fields, "the adapter's config")).result()
+    return _Merge(tensors, factors, _Scales(fields, "the adapter's config")).result()
 
 
 class Factors(Protocol):
@@ -148,7 +150,7 @@ class Factors(Protocol):
 
     @property
     def path(self) -> Any:
-        """Where they are, for errors."""
+        """Where the tensors are, for error messages."""
 
     def names(self) -> Sequence[str]:
         """Return all names."""
@@ -164,7 +166,8 @@ class _Scales:
 
     def __init__(self, values: Mapping[str, Any], path: str):
         # Options that are off are left out: every version of peft adds some.
-        self._fields = fields = Fields({k: v for k, v in values.items() if v}, path)
+        fields = Fields({name: value for name, value in values.items() if value}, path)
+        self._fields = fields
         self.base = fields.get("base_model_name_or_path", "unknown")
         fields.must_be("peft_type", "LORA")
         for name in UNSUPPORTED:
@@ -203,13 +206,15 @@ class _Scales:
         return alpha / (math.sqrt(rank) if self._stabilised else rank)
 
     def _chosen(self, name: str, module: str, default: Any) -> Any:
-        matching = (v for p, v in self._patterns[name].items() if p.match(module))
-        return next(matching, default)
+        for pattern, value in self._patterns[name].items():
+            if pattern.match(module):
+                return value
+        return default
 
     def _pattern(self, name: str) -> dict[re.Pattern[str], float]:
         """Return values by pattern; the first that matches the end of a module's name counts."""
         inner = self._fields.inner(name)
-        found = {}
+        values = {}
         for key in inner.values:
             # Repetitions of groups, and many repetitions, can take exponential time.
             if len(key) > 200 or len(re.findall(r"[*+{]", key)) > 2 or re.search(r"\)[*+{]", key):
@@ -218,16 +223,18 @@ class _Scales:
                 pattern = re.compile(rf"(.*\.)?({key})$")
             except (re.error, OverflowError, RecursionError) as error:
                 raise ConfigError(f"{inner.where}: {key!r} is no pattern ({error})") from None
-            found[pattern] = inner.number(key, 0)
-        return found
+            values[pattern] = inner.number(key, 0)
+        return values
 
 
 class _Merge:
     """Applies the tensors of an adapter to those of a model."""
 
-    def __init__(self, found: Canonical, source: Factors, scales: _Scales):
-        self._found, self._source, self._scales = found, source, scales
-        self._origins: dict[str, Origin] = dict(found.origins)
+    def __init__(self, tensors: Canonical, source: Factors, scales: _Scales):
+        self._tensors = tensors
+        self._source = source
+        self._scales = scales
+        self._origins: dict[str, Origin] = dict(tensors.origins)
         self._unknown: list[str] = []
         self._skipped = 0
 
@@ -246,15 +253,16 @@ class _Merge:
         added = sum(self._add(*key, pair) for key, pair in factors.items())
         self._refuse_unknown()
         note = f"adapter of {self._scales.base}: {added} matrices updated, {saved} tensors replaced"
-        note += f", {self._skipped} of parts that are not loaded" if self._skipped else ""
-        return Canonical(self._found.source, self._origins, self._found.ignored), note
+        if self._skipped:
+            note += f", {self._skipped} of parts that are not loaded"
+        return Canonical(self._tensors.source, self._origins, self._tensors.ignored), note
 
     def _replace(self, short: str, name: str) -> bool:
         """Take a whole tensor; return whether that changes the model."""
         canonical = huggingface.strip(short.replace(".base_layer.", "."))
         value = self._source.read(name)
         if canonical in TABLES and "lm_head.weight" not in self._origins:
-            table = self._found.read(TABLES[0])
+            table = self._tensors.read(TABLES[0])
             if table.shape != value.shape or not np.array_equal(table, value):
                 raise CheckpointError(
                     f"{name} of the adapter is a changed {canonical}, which the model shares"
@@ -299,14 +307,14 @@ class _Merge:
         """Return whether the model has a tensor; others are unknown, or of parts not loaded."""
         if canonical in self._origins:
             return True
-        if short in self._found.ignored and canonical not in TABLES:
+        if short in self._tensors.ignored and canonical not in TABLES:
             self._skipped += 1
         else:
             self._unknown.append(short)
         return False
 
     def _expect(self, name: str, shape: tuple[int, ...], canonical: str) -> None:
-        wanted = self._origins[canonical].shape(self._found.source)
+        wanted = self._origins[canonical].shape(self._tensors.source)
         if shape != wanted:
             raise CheckpointError(
                 f"{self._source.path}: {name} is for a tensor {list(shape)}, the model's is"
@@ -317,12 +325,14 @@ class _Merge:
         if not self._unknown:
             return
         shown = self._unknown[:MOST_LINES]
-        more = [f"and {len(self._unknown) - len(shown)} more"] * (len(self._unknown) > len(shown))
+        lines = [*shown]
+        if len(self._unknown) > len(shown):
+            lines.append(f"and {len(self._unknown) - len(shown)} more")
         tied = "lm_head.weight" in self._unknown
         raise CheckpointError(
             f"{self._source.path} changes {len(self._unknown)} tensors that the model does not"
             f" have; the adapter belongs to another model ({self._scales.base})"
             + (", or to one whose head is not its embedding table" if tied else "")
             + "\n  "
-            + "\n  ".join([*shown, *more])
+            + "\n  ".join(lines)
         )

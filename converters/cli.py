@@ -107,8 +107,8 @@ def _inspect(options: argparse.Namespace) -> int:
 
     if options.check_instruct:
         verdict = inspect.instruct(options.path)
-        found = {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
-        print_report(options, found, [f"{verdict.outcome}: {'; '.join(verdict.reasons)}"])
+        judgement = {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
+        print_report(options, judgement, [f"{verdict.outcome}: {'; '.join(verdict.reasons)}"])
         return CHECK_FAILED if verdict.outcome == REFUSE else 0
     report = inspect.inspect(options.path, taps=options.layer_ids)
     print_report(options, report, inspect.lines(report))
@@ -125,8 +125,9 @@ def _convert_command(commands: Any) -> None:
         "--to",
         choices=forms.FORMS,
         help="a Hugging Face folder (safetensors, the default), a checkpoint of ours (orbax), a"
-        " GGUF file (the default if DST ends in .gguf), a folder that MLX quantises (mlx), or a"
-        " checkpoint of MaxText, with single or scanned layers, or of Tunix",
+        " GGUF file (the default if DST ends in .gguf), a folder with matrices quantised for MLX"
+        " (mlx) or in GPTQ's format (gptq), or a checkpoint of MaxText, with single or scanned"
+        " layers, or of Tunix",
     )
     command.add_argument(
         "--tokenizer",
@@ -167,20 +168,19 @@ def _convert_command(commands: Any) -> None:
         " more tokens need no place in the file",
     )
     command.add_argument(
-        "--q-bits", type=count_of, metavar="N", help="bits of MLX's codes: 4 (default) or 8"
+        "--q-bits", type=count_of, metavar="N", help="bits of codes: 4 (default), for mlx also 8"
     )
     command.add_argument(
         "--q-group-size",
         type=count_of,
         metavar="N",
-        help="weights of a group of MLX's: 32, 64 (default) or 128",
+        help="weights of a group: 32, 64 (default of mlx) or 128 (default of gptq)",
     )
     command.add_argument("--dry-run", action="store_true", help="only account for every tensor")
 
 
 def _convert(options: argparse.Namespace) -> int:
     from dflash_jax.converters import convert, kept_metadata
-    from dflash_jax.converters.mlx import MlxForm
     from dflash_jax.converters.models import open_model
 
     model = open_model(options.source, taps=options.layer_ids, lora=options.lora)
@@ -190,9 +190,11 @@ def _convert(options: argparse.Namespace) -> int:
         convert.keep_apart(options.lora, options.destination)
     named = forms.GGUF if options.destination.suffix.lower() == ".gguf" else forms.SAFETENSORS
     to = options.to or named
-    form = MlxForm(options.q_bits or 4, options.q_group_size or 64)
-    if to != forms.MLX and (options.q_bits, options.q_group_size) != (None, None):
-        raise ConfigError(f"--q-bits and --q-group-size are for --to mlx, not for {to}")
+    form = None
+    if to in convert.FORMS:
+        form = convert.quantised_form(to, bits=options.q_bits, group=options.q_group_size)
+    elif options.q_bits is not None or options.q_group_size is not None:
+        raise ConfigError(f"--q-bits and --q-group-size are for --to mlx and gptq, not for {to}")
     if options.dry_run:
         kind = convert.chosen_dtype(model, options.dtype, gguf=to == forms.GGUF)
         report = convert.inventory(model, kind)
@@ -201,8 +203,8 @@ def _convert(options: argparse.Namespace) -> int:
     details = convert.Details(
         gguf=convert.GgufOptions(options.output_type, options.embedding_type, options.imatrix),
         shard_size=options.shard_size,
-        given=kept_metadata.labels(name=options.name, license=options.license),
-        mlx=form,
+        metadata=kept_metadata.labels(name=options.name, license=options.license),
+        form=form,
     )
     with ProgressBar(model.tensors) as progress:
         report = convert.convert(
@@ -244,8 +246,8 @@ def comparison(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         open_model(path, taps=options.layer_ids) for path in (options.first, options.second)
     )
     with ProgressBar(first.tensors) as progress:
-        found = compare.compare(first, second, progress=progress)
-    return found.to_json(), compare.lines(found, options.worst)
+        result = compare.compare(first, second, progress=progress)
+    return result.to_json(), compare.lines(result, options.worst)
 
 
 def _export_command(commands: Any) -> None:
@@ -294,15 +296,15 @@ def _export(options: argparse.Namespace) -> int:
     dtype = convert.chosen_dtype(model, options.dtype, gguf=gguf)
     for source in filter(None, (model.path, options.tokenizer)):
         convert.keep_apart(source, options.destination)
-    given = kept_metadata.labels(name=options.name, license=options.license)
+    labels = kept_metadata.labels(name=options.name, license=options.license)
     metadata: dict[str, Any] = {}
     files: dict[str, str | Path] = {}
     notes: list[str] = []
     if gguf:
-        metadata, notes = convert.gguf_metadata(model, options.tokenizer, given)
+        metadata, notes = convert.gguf_metadata(model, options.tokenizer, labels)
     else:
         files = model.companions()
-        files |= kept_metadata.beside(model, files, given)
+        files |= kept_metadata.beside(model, files, labels)
     weights = export.Weights(
         model.config,
         model.tensors,
@@ -319,7 +321,9 @@ def _export(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             progress=progress,
         )
-    found = {"destination": str(options.destination), "layout": options.layout, "dtype": dtype}
+    report = {"destination": str(options.destination), "layout": options.layout, "dtype": dtype}
+    if notes:
+        report["notes"] = notes
     line = f"written to {options.destination} ({options.layout}, {dtype})"
-    print_report(options, found | ({"notes": notes} if notes else {}), [*notes, line])
+    print_report(options, report, [*notes, line])
     return 0

@@ -72,10 +72,14 @@ def _edit_command(commands: Any) -> None:
 
 def _edit(options: argparse.Namespace) -> int:
     from dflash_jax.converters import edit
+    from dflash_jax.converters.export import check_name
     from dflash_jax.converters.gguf.tokenizer_export import TEMPLATE
 
-    given = {"general.name": options.name, "general.license": options.license}
-    values = {key: f"str:{text}" for key, text in given.items() if text is not None}
+    values: dict[str, str] = {}
+    if options.name is not None:
+        values["general.name"] = f"str:{options.name}"
+    if options.license is not None:
+        values["general.license"] = f"str:{options.license}"
     if options.chat_template is not None and options.chat_template_file is not None:
         raise ConfigError("--chat-template and --chat-template-file both give one; leave one out")
     template = options.chat_template
@@ -92,8 +96,8 @@ def _edit(options: argparse.Namespace) -> int:
         values[key] = value
     changes = edit.Changes(
         values=values,
-        token_texts=dict(options.special_token),
-        token_ids=dict(options.special_token_by_id),
+        token_texts=options.special_token,
+        token_ids=options.special_token_by_id,
         removed=options.remove,
     )
     if not changes:
@@ -101,8 +105,14 @@ def _edit(options: argparse.Namespace) -> int:
             "nothing to change; give --name, --license, --chat-template-file, --special-token,"
             " --set or --remove"
         )
-    if options.output is not None and _same(options.output, options.path):
-        raise ConfigError(f"{options.output} is the file itself; leave --output out to change it")
+    if options.output is not None:
+        check_name(options.output, folder=False)
+        if _same(options.output, options.path):
+            raise ConfigError(
+                f"{options.output} is the file itself; leave --output out to change it"
+            )
+    elif options.overwrite:
+        raise ConfigError("--overwrite is for --output NEW; without it the file itself is changed")
     report = edit.edit(
         options.path,
         changes,
@@ -149,7 +159,7 @@ def _split_command(commands: Any) -> None:
 
 
 def _split(options: argparse.Namespace) -> int:
-    from dflash_jax.converters.gguf import open_gguf
+    from dflash_jax.converters.formats.gguf.file import open_gguf
     from dflash_jax.converters.gguf.split import Division, split
 
     division = Division(options.max_size, options.max_tensors, options.no_tensor_first_split)
@@ -175,7 +185,7 @@ def _merge_command(commands: Any) -> None:
 
 def _merge(options: argparse.Namespace) -> int:
     from dflash_jax.converters.convert import keep_apart
-    from dflash_jax.converters.gguf import open_gguf
+    from dflash_jax.converters.formats.gguf.file import open_gguf
     from dflash_jax.converters.gguf.split import merge
 
     with ProgressBar(open_gguf(options.path)) as progress:

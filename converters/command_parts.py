@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.converters.source import TensorSource
+from dflash_jax.converters.formats.source import TensorSource
 from dflash_jax.converters.taps import AUTO, CHOICES
 from dflash_jax.utils.progress import time_left
 from dflash_jax.utils.sources import SMOLLM2, find_smollm2
@@ -118,7 +118,8 @@ class ProgressBar:
         shapes = (tensors.shape(name) for name in tensors.names())
         self._total = max(1, sum(math.prod(shape) for shape in shapes))
         self._done = 0
-        self._started, self._shown = time.monotonic(), 0.0
+        self._started = time.monotonic()
+        self._shown = 0.0
         self._lock = threading.Lock()
         self._live = sys.stderr is not None and sys.stderr.isatty()
 

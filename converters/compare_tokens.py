@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.config.family import family_of, target_families
 from dflash_jax.converters.gguf.tokenizer import PART_ENDS, STOP_TEXTS
 from dflash_jax.converters.models import StoredModel
 from dflash_jax.errors import TokenizerError
+from dflash_jax.families import family
 from dflash_jax.tokenizer import Tokenizer
 
 # Texts that tokenizers of different families, normalisers and versions encode differently.
@@ -36,11 +36,11 @@ def differences(first: StoredModel, second: StoredModel) -> tuple[list[str], lis
     Raises:
       CheckpointError: a tokenizer's files are damaged.
     """
-    found = [_tokenizer(model) for model in (first, second)]
-    missing = [reason for _, reason in found if reason]
-    if missing:
-        return [], [f"tokenizers are not compared: {'; '.join(missing)}"]
-    ours, theirs = (tokenizer for tokenizer, _ in found if tokenizer is not None)
+    ours, our_reason = _tokenizer(first)
+    theirs, their_reason = _tokenizer(second)
+    if ours is None or theirs is None:
+        reasons = [reason for reason in (our_reason, their_reason) if reason]
+        return [], [f"tokenizers are not compared: {'; '.join(reasons)}"]
     size = min(getattr(model.config, "vocab_size", 1 << 31) for model in (first, second))
     problems = [
         *_tokens(ours, theirs, size),
@@ -53,13 +53,15 @@ def differences(first: StoredModel, second: StoredModel) -> tuple[list[str], lis
 
 
 def _tokenizer(model: StoredModel) -> tuple[Tokenizer | None, str]:
-    """Return a model's tokenizer, or why there is none."""
+    """Return a model's tokenizer, or None and the reason why there is none."""
     try:
         files: Mapping[str, str | Path] = model.companions()
     except TokenizerError as error:
         return None, f"that of {model.path}: {error}"
-    found = Tokenizer.from_files(files, where=str(model.path))
-    return found, "" if found else f"{model.path} has none"
+    tokenizer = Tokenizer.from_files(files, where=str(model.path))
+    if tokenizer is None:
+        return None, f"{model.path} has none"
+    return tokenizer, ""
 
 
 def _tokens(ours: Tokenizer, theirs: Tokenizer, size: int) -> Iterator[str]:
@@ -109,12 +111,13 @@ def _other_ends(model: StoredModel, tokenizer: Tokenizer) -> set[int]:
     config = model.config
     if not isinstance(config, TargetConfig):
         return set()
-    family = target_families()[family_of(config.model_type)]
-    known = {text for name in family.gguf for text in STOP_TEXTS.get(name, ())}
-    parts = {text for name in family.gguf for text in PART_ENDS.get(name, ())}
+    gguf = family(config.model_type).gguf
+    architectures = gguf.architectures if gguf is not None else ()
+    known = {text for name in architectures for text in STOP_TEXTS.get(name, ())}
+    parts = {text for name in architectures for text in PART_ENDS.get(name, ())}
     ids = {text: tokenizer.core.token_to_id(text) for text in known | parts}
-    found = {*config.eos_token_ids, *(ids[text] for text in known)}
-    return {i for i in found - {ids[text] for text in parts} if i is not None}
+    ends = {*config.eos_token_ids, *(ids[text] for text in known)}
+    return {i for i in ends - {ids[text] for text in parts} if i is not None}
 
 
 def _templates(ours: Tokenizer, theirs: Tokenizer) -> Iterator[str]:

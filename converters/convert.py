@@ -4,42 +4,62 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dflash_jax import families
 from dflash_jax.checkpoint import write
-from dflash_jax.config import TargetConfig, family_of, is_gguf
-from dflash_jax.converters import families, kept_metadata, orbax_folder, target_tokenizer
-from dflash_jax.converters.export import Weights, check_name, export, plan, write_form
-from dflash_jax.converters.forms import AUTO, FLAX, GGUF, HUGGING_FACE, MLX, ORBAX, SAFETENSORS
+from dflash_jax.config import TargetConfig, is_gguf
+from dflash_jax.converters import kept_metadata, orbax_folder, target_tokenizer
+from dflash_jax.converters.export import (
+    QuantisedForm,
+    Weights,
+    check_name,
+    export,
+    plan,
+    write_form,
+)
+from dflash_jax.converters.formats.gguf.file import SHARD
+from dflash_jax.converters.formats.gguf.writer import Typed
+from dflash_jax.converters.formats.quants.types import BY_NAME
+from dflash_jax.converters.formats.source import trim_mapped_memory
+from dflash_jax.converters.forms import (
+    AUTO,
+    FLAX,
+    GGUF,
+    GPTQ,
+    HUGGING_FACE,
+    MLX,
+    ORBAX,
+    SAFETENSORS,
+)
 from dflash_jax.converters.gguf.export import as_gguf
-from dflash_jax.converters.gguf.file import SHARD
 from dflash_jax.converters.gguf.importance import Importance, read_importance
 from dflash_jax.converters.gguf.mixtures import Choice, by_reason
-from dflash_jax.converters.gguf.writer import Typed
-from dflash_jax.converters.load import Progress, float_dtype, read_as
+from dflash_jax.converters.gptq import GptqForm
+from dflash_jax.converters.load import Progress, float_dtype, read_into
 from dflash_jax.converters.mlx import MlxForm
 from dflash_jax.converters.models import StoredModel, companions, open_model
 from dflash_jax.converters.names import flax, published
-from dflash_jax.converters.quants.types import BY_NAME
-from dflash_jax.converters.source import forget
 from dflash_jax.errors import CheckpointError, ConfigError, TokenizerError
+from dflash_jax.families import family_of
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.atomic import copy_companions, new_path
 
-# Families whose weights have the names of Hugging Face's folders in mlx-lm, too.
-MLX_FAMILIES = str.split("""
+# Families whose matrices are quantised: their layers have linear modules only, with the names of
+# Hugging Face's folders in mlx-lm, too.
+DENSE_FAMILIES = str.split("""
     llama qwen2 qwen3 mistral gemma3 olmo2 granite smollm3 glm4
 """)
 # Families whose GGUF files have no place for sliding windows.
 WITHOUT_WINDOWS = str.split("""
     glm4 granite llama ministral3 mistral olmo2 qwen2 qwen3 qwen3_moe smollm3
 """)
+FORMS: Mapping[str, type[MlxForm | GptqForm]] = {MLX: MlxForm, GPTQ: GptqForm}
 REPORT = "conversion.json"
 NO_TOKENIZER = (
     "there is no tokenizer.json: what is written takes token ids only (--tokenizer DIR brings one)"
@@ -50,7 +70,7 @@ NO_GGUF_TOKENIZER = "no tokenizer was written, without which llama.cpp does not 
 
 @dataclasses.dataclass(frozen=True)
 class GgufOptions:
-    """What may be chosen for a GGUF file besides its type.
+    """Choices for a GGUF file besides its type.
 
     Attributes:
       output_type, embedding_type: types of head and embedding, of `TENSOR_TYPES`.
@@ -64,19 +84,19 @@ class GgufOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Details:
-    """What is asked for besides the layout and the type of weights.
+    """Choices for what is written besides the layout and the type of weights.
 
     Attributes:
       gguf: further choices for a GGUF file.
       shard_size: most bytes of a safetensors file; 0 for one file.
-      given: GGUF metadata that replace the model's own, see `kept_metadata.labels`.
-      mlx: how matrices are quantised for "mlx".
+      metadata: GGUF metadata that replace the model's own, see `kept_metadata.labels`.
+      form: how matrices are quantised for one of `FORMS`.
     """
 
     gguf: GgufOptions = GgufOptions()
     shard_size: int = 0
-    given: Mapping[str, Typed] = dataclasses.field(default_factory=dict)
-    mlx: MlxForm | None = None
+    metadata: Mapping[str, Typed] = dataclasses.field(default_factory=dict)
+    form: QuantisedForm | None = None
 
 
 def chosen_dtype(model: StoredModel, dtype: str, *, gguf: bool = False) -> str:
@@ -88,9 +108,26 @@ def chosen_dtype(model: StoredModel, dtype: str, *, gguf: bool = False) -> str:
     Raises:
       ConfigError: the dtype is unknown.
     """
-    found = model.config.dtype if dtype == AUTO else dtype
-    Choice(found).name if gguf else float_dtype(found)
-    return found
+    name = model.config.dtype if dtype == AUTO else dtype
+    if gguf:
+        Choice(name).check()
+    else:
+        float_dtype(name)
+    return name
+
+
+def quantised_form(to: str, *, bits: int | None, group: int | None) -> MlxForm | GptqForm:
+    """Return how matrices are quantised for one of `FORMS`.
+
+    Args:
+      bits, group: bits of a code and weights of a group; None is the form's default.
+    """
+    form = FORMS[to]()
+    if bits is not None:
+        form = dataclasses.replace(form, bits=bits)
+    if group is not None:
+        form = dataclasses.replace(form, group=group)
+    return form
 
 
 def inventory(model: StoredModel, dtype: str) -> dict[str, Any]:
@@ -144,10 +181,10 @@ def convert(
     """Write the model and return its inventory, which is also stored with it.
 
     Args:
-      to: "safetensors", a Hugging Face folder; "gguf", a file; "orbax", a checkpoint of
-        dflash_jax; or one of `FLAX`, a checkpoint of that library with the config.json that
-        `open_model` needs.
-      dtype: of the weights; for GGUF, also one of `GGUF_TYPES`.
+      to: "safetensors", a Hugging Face folder; one of `FORMS`, one with quantised matrices;
+        "gguf", a file; "orbax", a checkpoint of dflash_jax; or one of `FLAX`, a checkpoint of that
+        library with the config.json that `open_model` needs.
+      dtype: dtype of the weights; for GGUF, also one of `GGUF_TYPES`.
       tokenizer: a folder, or for GGUF also a .gguf file, whose tokenizer is copied instead of the
         model's. A tokenizer that is missing or has no form there is noted in the inventory.
 
@@ -165,21 +202,24 @@ def convert(
     choice = Choice(kind, details.gguf.output_type, details.gguf.embedding_type)
     importance = _importance(choice, details.gguf.imatrix, to)
     notes = _check_flax(model, to) if to in FLAX else []
-    mlx = _mlx_form(model, details.mlx) if to == MLX else None
+    form = None
+    if to in FORMS:
+        form = details.form or FORMS[to]()
+        _check_form(model, form, to)
     report = inventory(model, kind)
     report["notes"] += notes
     if to == GGUF:
-        metadata, notes = gguf_metadata(model, tokenizer, details.given)
-        form = as_gguf(model.config, model.tensors, choice, metadata, importance)
+        metadata, notes = gguf_metadata(model, tokenizer, details.metadata)
+        file = as_gguf(model.config, model.tensors, choice, metadata, importance)
         report["notes"] += notes + _quantised_twice(report["types"], choice)
-        report["written"] = dict(Counter(tensor.kind.name for tensor in form.planned))
-        report["fallbacks"] = dict(form.fallbacks)
-        write_form(form, path, overwrite=overwrite, progress=progress)
+        report["written"] = dict(Counter(tensor.kind.name for tensor in file.planned))
+        report["fallbacks"] = dict(file.fallbacks)
+        write_form(file, path, overwrite=overwrite, progress=progress)
         return report
     files, missing = _companions(model, tokenizer)
     if model.role == "target" and "tokenizer.json" not in files:
         report["notes"].append(missing)
-    files |= kept_metadata.beside(model, files, details.given)
+    files |= kept_metadata.beside(model, files, details.metadata)
     files |= {REPORT: json.dumps(report, indent=1) + "\n"}
     if to in (ORBAX, *FLAX):
         _write_checkpoint(model, path, to, kind, files, overwrite, progress)
@@ -188,9 +228,9 @@ def convert(
         model.config,
         model.tensors,
         files,
-        fields=_mlx_fields(model, mlx) if mlx else {},
+        fields=_form_fields(model, form, to) if form else {},
         shard_size=details.shard_size,
-        mlx=mlx,
+        form=form,
     )
     export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
     return report
@@ -219,12 +259,11 @@ def _importance(choice: Choice, imatrix: Path | None, to: str) -> Importance | N
         "--embedding-type": choice.embedding,
         "--imatrix": imatrix,
     }
-    given = [(option, value) for option, value in options.items() if value is not None]
-    if given and to != GGUF:
-        raise ConfigError(
-            f"{given[0][0]} {given[0][1]} is of no use for {to}; leave it out, or write a .gguf"
-            " file"
-        )
+    for option, value in options.items():
+        if value is not None and to != GGUF:
+            raise ConfigError(
+                f"{option} {value} is of no use for {to}; leave it out, or write a .gguf file"
+            )
     if imatrix is None:
         return None
     if not choice.quantised:
@@ -284,27 +323,30 @@ def limited(model: StoredModel, length: int) -> StoredModel:
     return dataclasses.replace(model, config=dataclasses.replace(config, windows=open_windows))
 
 
-def _mlx_form(model: StoredModel, form: MlxForm | None) -> MlxForm:
-    """Return how MLX quantises a model.
+def _check_form(model: StoredModel, form: QuantisedForm, to: str) -> None:
+    """Check that a model's matrices can be quantised so.
 
     Raises:
-      ConfigError: it has no such form, or MLX has other names for the family's weights.
+      ConfigError: such a form is not written, or the family has other modules or names.
     """
     family = family_of(model.config.model_type) if isinstance(model.config, TargetConfig) else ""
-    if family not in MLX_FAMILIES:
+    if family not in DENSE_FAMILIES:
+        others = "mlx_lm.convert reads" if to == MLX else "GPTQ's tools read"
         raise ConfigError(
-            f"{model.path} is {f'a {family} target' if family else 'a drafter'}; written for MLX"
-            f" are {', '.join(MLX_FAMILIES)}. mlx_lm.convert reads the Hugging Face folder"
+            f"{model.path} is {f'a {family} target' if family else 'a drafter'}; written for {to}"
+            f" are {', '.join(DENSE_FAMILIES)}. {others} the Hugging Face folder"
         )
-    form = form or MlxForm()
     form.check()
-    return form
 
 
-def _mlx_fields(model: StoredModel, form: MlxForm) -> dict[str, Any]:
-    """Return what mlx-lm reads in config.json besides the usual fields."""
+def _form_fields(model: StoredModel, form: QuantisedForm, to: str) -> dict[str, Any]:
+    """Return what readers of quantised matrices look for besides the usual fields."""
     assert isinstance(model.config, TargetConfig), "checked before"
-    return form.fields | {"mlp_bias": model.config.mlp_bias}
+    if to != MLX:
+        return form.fields
+    own = families.family(model.config.model_type).mlx_fields
+    fields = form.fields | {"mlp_bias": model.config.mlp_bias}
+    return fields if own is None else fields | own(model.config)
 
 
 def check_shard_size(shard_size: int, to: str) -> None:
@@ -342,29 +384,14 @@ def _write_flax(weights: Weights, place: Path, naming: str, dtype: str, progress
     kinds = {planned.name: planned.dtype for planned in plan(weights, float_dtype(dtype))}
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
 
-        def read(name: str) -> np.ndarray:
-            array = read_as(weights.tensors, name, kinds[name], pool)
-            progress(name, array.size)
-            return array
+        def fill(name: str, view: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> None:
+            read_into(weights.tensors, name, view, pool, change)
+            trim_mapped_memory(weights.tensors)
+            progress(name, view.size)
 
-        lazy = flax.arrays_of(read, kinds, weights.config, naming)
-
-        def finite(path: str) -> np.ndarray:
-            array = lazy[path].make()
-            forget(getattr(weights.tensors, "source", None))
-            if not all(np.isfinite(part).all() for part in array):
-                raise CheckpointError(
-                    f"{path} has weights that are too large for {array.dtype}; choose bfloat16 or"
-                    " float32"
-                )
-            return array
-
-        arrays = {
-            path: dataclasses.replace(array, make=partial(finite, path))
-            for path, array in lazy.items()
-        }
         place.mkdir()
         copy_companions(weights.companions, place)
+        arrays = flax.arrays_of(fill, kinds, weights.config, naming)
         orbax_folder.write(place, naming, arrays)
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     (place / "config.json").write_text(text, encoding="utf-8")
@@ -377,27 +404,28 @@ def _companions(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, s
             return model.companions(), NO_TOKENIZER
         except TokenizerError as error:
             return {}, f"no tokenizer is written, so only token ids can be given: {error}"
-    if "tokenizer.json" not in (found := companions(tokenizer)):
+    files = companions(tokenizer)
+    if "tokenizer.json" not in files:
         raise CheckpointError(f"{tokenizer} holds no tokenizer.json; give a folder that does")
-    made = Tokenizer.from_files(found, where=str(tokenizer))
+    made = Tokenizer.from_files(files, where=str(tokenizer))
     target_tokenizer.check_belongs(made, model, where=tokenizer)
-    return found, ""
+    return files, ""
 
 
 def gguf_metadata(
-    model: StoredModel, tokenizer: Path | None, given: Mapping[str, Typed]
+    model: StoredModel, tokenizer: Path | None, labels: Mapping[str, Typed]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the metadata that a GGUF file keeps, and notes if there is no tokenizer.
 
     Args:
-      tokenizer: where it is copied from, see `_gguf_tokenizer`.
-      given: keys that replace the model's own.
+      tokenizer: where the tokenizer is copied from, see `_gguf_tokenizer`.
+      labels: keys that replace the model's own.
 
     Raises:
       CheckpointError, ConfigError, TokenizerError: see `_gguf_tokenizer`.
     """
-    found, notes = _gguf_tokenizer(model, tokenizer)
-    return {**kept_metadata.of_model(model), **found, **given}, notes
+    own, notes = _gguf_tokenizer(model, tokenizer)
+    return {**kept_metadata.of_model(model), **own, **labels}, notes
 
 
 def _gguf_tokenizer(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, Any], list[str]]:
@@ -422,11 +450,12 @@ def _gguf_tokenizer(model: StoredModel, tokenizer: Path | None) -> tuple[dict[st
         target_tokenizer.check_belongs(made, model, where=tokenizer)
         return metadata, []
     try:
-        found = target_tokenizer.of_model(model)
+        metadata = target_tokenizer.of_model(model)
     except TokenizerError as error:
         return {}, [f"{NO_GGUF_TOKENIZER}: {error}"]
-    missing = "tokenizer.ggml.model" not in found
-    return found, [f"{NO_GGUF_TOKENIZER} (--tokenizer DIR brings one)"] if missing else []
+    if "tokenizer.ggml.model" in metadata:
+        return metadata, []
+    return metadata, [f"{NO_GGUF_TOKENIZER} (--tokenizer DIR brings one)"]
 
 
 def keep_apart(source: Path, path: Path) -> None:
@@ -451,23 +480,24 @@ def _read_with(source: Path, file: Path) -> bool:
     """Return whether a file belongs to `source`: its folder, or its set of .gguf files."""
     if source.is_dir():
         return not is_gguf(file)
-    own, other = SHARD.fullmatch(source.name), SHARD.fullmatch(file.name)
-    return bool(own and other and own["prefix"] == other["prefix"])
+    own = SHARD.fullmatch(source.name)
+    other = SHARD.fullmatch(file.name)
+    return own is not None and other is not None and own["prefix"] == other["prefix"]
 
 
 def lines(report: dict[str, Any]) -> list[str]:
     """Return the inventory as text."""
     changes = Counter(row["change"] for row in report["tensors"] if row["change"])
-    found = [f"{report['role']} from {report['layout']}, as {report['dtype']}"]
-    found += [f"  {note}" for note in report["notes"]]
-    found.append(
+    listed = [f"{report['role']} from {report['layout']}, as {report['dtype']}"]
+    listed += [f"  {note}" for note in report["notes"]]
+    listed.append(
         f"  {report['stored_tensors']} stored tensors: {report['used_tensors']} used,"
         f" {len(report['ignored'])} ignored, 0 left over; {report['parameters']} parameters filled"
     )
-    found += [f"  {count} tensors of type {kind}" for kind, count in report["types"].items()]
-    found += [f"  {count} tensors changed: {change}" for change, count in changes.items()]
+    listed += [f"  {count} tensors of type {kind}" for kind, count in report["types"].items()]
+    listed += [f"  {count} tensors changed: {change}" for change, count in changes.items()]
     written = report.get("written", {})
-    found += [f"  {count} tensors written as {kind}" for kind, count in written.items()]
-    found += [f"  {line}" for line in by_reason(report.get("fallbacks", {}))]
-    found += [f"  ignored {name}: {why}" for name, why in report["ignored"].items()]
-    return found
+    listed += [f"  {count} tensors written as {kind}" for kind, count in written.items()]
+    listed += [f"  {line}" for line in by_reason(report.get("fallbacks", {}))]
+    listed += [f"  ignored {name}: {why}" for name, why in report["ignored"].items()]
+    return listed

@@ -20,20 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.config import is_gguf
-from dflash_jax.converters.gguf import GgufFile
-from dflash_jax.converters.gguf.file import (
+from dflash_jax.converters.formats.gguf.file import (
     MAX_KEY,
     SCALARS,
     STRING,
     GgufArray,
+    GgufFile,
     Shard,
     open_gguf,
     parse_metadata,
     round_up,
 )
-from dflash_jax.converters.gguf.tokenizer_export import TEMPLATE
-from dflash_jax.converters.gguf.writer import (
+from dflash_jax.converters.formats.gguf.writer import (
     BOOL,
     F32,
     I32,
@@ -48,6 +46,8 @@ from dflash_jax.converters.gguf.writer import (
     stored_keys,
     write_gguf,
 )
+from dflash_jax.converters.formats.source import trim_mapped_memory
+from dflash_jax.converters.gguf.tokenizer_export import TEMPLATE
 from dflash_jax.converters.kept_metadata import VOCABULARY
 from dflash_jax.converters.models import of_gguf
 from dflash_jax.errors import CheckpointError, ConfigError, DFlashError
@@ -84,11 +84,12 @@ ONE_WORD = json.dumps({
 
 @dataclass(frozen=True)
 class Changes:
-    """What to change: keys to remove, then values to set, as texts or with their types."""
+    """Changes of metadata: keys to remove, then values to set, as texts or with their types."""
 
     values: Mapping[str, str | Typed] = dataclasses.field(default_factory=dict)
-    token_texts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by special token
-    token_ids: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Pairs of a special token's name and its text, or its id.
+    token_texts: Sequence[Sequence[str]] = ()
+    token_ids: Sequence[Sequence[str]] = ()
     removed: Sequence[str] = ()
 
     def __bool__(self) -> bool:
@@ -113,13 +114,18 @@ def edit(
       CheckpointError: the file is damaged, in a cache, or cannot be written.
       ConfigError: a key or value is wrong, or the model could not be used any more.
     """
-    if not is_gguf(path):
+    if path.is_dir():
         raise ConfigError(
-            f"{path} is no GGUF file; the metadata of a folder are texts: edit its config.json,"
+            f"{path} is a folder, whose metadata are texts: edit its config.json,"
             " tokenizer_config.json and chat_template.jinja"
         )
     with _locked(path, writes=output is None and not dry_run):
         source = open_gguf(path)
+        if output is not None and len(source.shards) > 1:
+            raise ConfigError(
+                f"{path} is the first of a set of {len(source.shards)} files, which a copy of it"
+                " alone would not find; leave --output out, or `merge` the set first"
+            )
         before = stored_keys(source.shards[0].header)
         after = _changed(before, changes, path)
         report = {"path": str(path), "changes": _listed(before, after)}
@@ -139,11 +145,11 @@ def edit(
 
 def lines(report: dict[str, Any]) -> list[str]:
     """Return the report as text."""
-    found = [f"{x['key']}: {x['before']} -> {x['after']}" for x in report["changes"]]
     if report["written"] == "nothing":
         return ["nothing changes: the file has these values"]
+    changes = [f"{x['key']}: {x['before']} -> {x['after']}" for x in report["changes"]]
     how = "in the file itself" if report["written"] == "in place" else "by a copy of the file"
-    return [*found, f"{report['bytes']} bytes {how}"]
+    return [*changes, f"{report['bytes']} bytes {how}"]
 
 
 # Values.
@@ -155,12 +161,10 @@ def _changed(before: Mapping[str, Typed], changes: Changes, path: Path) -> dict[
         raise ConfigError(f"{path} has no key {missing[0]!r}{_like(missing[0], before)}")
     after = {key: value for key, value in before.items() if key not in set(changes.removed)}
     wanted: dict[str, str | Typed] = dict(changes.values)
-    for name, text in changes.token_texts.items():
-        wanted[_special(name)] = Typed(U32, _id_of(text, before, path))
-    for name, number in changes.token_ids.items():
-        if not number.isascii() or not number.isdecimal():
-            raise ConfigError(f"the id of {name} is {number!r}; expected a whole number from 0")
-        wanted[_special(name)] = Typed(U32, int(number))
+    for key, value in _special_tokens(changes, before, path):
+        if key in wanted:
+            raise ConfigError(f"{key} is given twice; leave one out")
+        wanted[key] = value
     for key in (*changes.removed, *wanted):
         _check_key(key, path)
     for key, value in wanted.items():
@@ -189,6 +193,19 @@ def _check_key(key: str, path: Path) -> None:
         )
 
 
+def _special_tokens(
+    changes: Changes, before: Mapping[str, Typed], path: Path
+) -> Iterator[tuple[str, Typed]]:
+    """Yield the keys of special tokens that are to change, with their ids."""
+    for name, text in changes.token_texts:
+        yield _special(name), Typed(U32, _id_of(text, before, path))
+    for name, number in changes.token_ids:
+        if not number.isascii() or not number.isdecimal():
+            raise ConfigError(f"the id of {name} is {number!r}; expected a whole number from 0")
+        key = _special(name)
+        yield key, Typed(U32, _scalar(key, number, U32))
+
+
 def _special(name: str) -> str:
     """Return the key of a special token."""
     if name.lower() not in SPECIAL:
@@ -210,9 +227,9 @@ def _id_of(text: str, metadata: Mapping[str, Typed], path: Path) -> int:
 
 
 def _tokens(metadata: Mapping[str, Typed]) -> GgufArray | None:
-    listed = metadata.get("tokenizer.ggml.tokens")
-    found = listed.value if listed else None
-    return found if isinstance(found, GgufArray) and found.kind == STRING else None
+    entry = metadata.get("tokenizer.ggml.tokens")
+    tokens = entry.value if entry is not None else None
+    return tokens if isinstance(tokens, GgufArray) and tokens.kind == STRING else None
 
 
 def _check_id(key: str, value: Typed, metadata: Mapping[str, Typed], path: Path) -> None:
@@ -232,7 +249,8 @@ def parsed(key: str, text: str, before: Typed | None) -> Typed:
       ConfigError: the text is no value of that type.
     """
     match = PREFIX.fullmatch(text)
-    named, body = (match[1], match[2]) if match else ("", text)
+    named = match[1] if match else ""
+    body = match[2] if match else text
     if before is not None:
         return _of_kind(key, body, named, before)
     if named in KINDS:
@@ -328,6 +346,8 @@ def _scalar(key: str, text: str, kind: int) -> Any:
         struct.pack(SCALARS[kind], value)
     except (ValueError, OverflowError, struct.error):
         raise wrong from None
+    if not math.isfinite(value):
+        raise wrong
     return value
 
 
@@ -344,10 +364,10 @@ def template_of(path: Path) -> str:
     if path.suffix.lower() != ".json":
         return text
     fields = _json(text)
-    found = fields.get("chat_template") if isinstance(fields, dict) else None
-    if not isinstance(found, str):
+    template = fields.get("chat_template") if isinstance(fields, dict) else None
+    if not isinstance(template, str):
         raise ConfigError(f"{path} has no chat_template that is a text; give a .jinja file")
-    return found
+    return template
 
 
 # Whether the result is a model.
@@ -434,7 +454,8 @@ def _planned(shard: Shard) -> list[PlannedBlocks]:
 
 def _patch(shard: Shard, metadata: Mapping[str, Typed]) -> tuple[int, bytes, bytes] | None:
     """Return where the header changes, the new bytes and the old ones; None if it needs a copy."""
-    old, listed = shard.header, _planned(shard)
+    old = shard.header
+    listed = _planned(shard)
     new = head_bytes(metadata, listed, old.alignment, old.version)
     tensors = len(new) - (old.stop - old.keys_stop)
     if round_up(len(new), old.alignment) != old.data_start:
@@ -445,7 +466,8 @@ def _patch(shard: Shard, metadata: Mapping[str, Typed]) -> tuple[int, bytes, byt
     before = shard.buffer[: old.data_start]
     differs = np.frombuffer(new, np.uint8) != np.frombuffer(before, np.uint8)
     places = np.flatnonzero(differs)
-    first, last = int(places[0]), int(places[-1])
+    first = int(places[0])
+    last = int(places[-1])
     if first // PAGE != last // PAGE:
         return None
     if Path(os.path.realpath(shard.path)).stat().st_nlink > 1:  # the other name may be a backup
@@ -473,7 +495,8 @@ def _write_inside(path: Path, start: int, new: bytes, old: bytes) -> None:
 
 
 def _size(shard: Shard, metadata: Mapping[str, Typed]) -> int:
-    listed, alignment = _planned(shard), shard.header.alignment
+    listed = _planned(shard)
+    alignment = shard.header.alignment
     head = len(head_bytes(metadata, listed, alignment))
     return sum(round_up(size, alignment) for size in (head, *(x.nbytes for x in listed)))
 
@@ -486,13 +509,14 @@ def _write_copy(
     progress: Callable[[str, int], object],
 ) -> None:
     """Write the file again, which takes the place of `output` when it is complete."""
-    place, tensors = Path(os.path.realpath(shard.path)), GgufFile([shard])
+    place = Path(os.path.realpath(shard.path))
+    tensors = GgufFile([shard])
     own = os.path.realpath(output) == str(place)
     needed = _size(shard, metadata)
 
     def read(planned: PlannedBlocks) -> np.ndarray:
         progress(planned.name, math.prod(planned.shape))
-        tensors.forget()
+        trim_mapped_memory(tensors)
         return tensors.raw(planned.name)
 
     with new_path(output, overwrite=overwrite or own, needed=needed) as at:

@@ -3,38 +3,70 @@
 The same model gives the same bytes. Output is written atomically.
 """
 
+import itertools
 import json
 import math
 import os
 import types
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig, family_of
-from dflash_jax.converters import families
-from dflash_jax.converters.canonical import Canonical, Origin
-from dflash_jax.converters.forms import GGUF, HUGGING_FACE, LAYOUTS, MLX, SPECULATORS
+from dflash_jax import families
+from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
+from dflash_jax.converters.formats.canonical import Canonical, Origin
+from dflash_jax.converters.formats.gguf.writer import PlannedBlocks, write_gguf
+from dflash_jax.converters.formats.safetensors import Planned, write_shards
+from dflash_jax.converters.formats.source import TensorSource
+from dflash_jax.converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
 from dflash_jax.converters.gguf.export import GgufForm, as_gguf
-from dflash_jax.converters.gguf.writer import PlannedBlocks, write_gguf
 from dflash_jax.converters.load import Progress, float_dtype, kept_as, read_as, read_blocks
-from dflash_jax.converters.mlx import MlxForm, quantise
-from dflash_jax.converters.names import published
-from dflash_jax.converters.safetensors import Planned, write_shards
-from dflash_jax.converters.source import TensorSource
+from dflash_jax.converters.names import published, speculators
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.atomic import copy_companions, new_path
 
 FILES = (".gguf", ".safetensors")
-WHOLE = np.dtype(np.int64)  # of token ids
+WHOLE = np.dtype(np.int64)  # dtype of token ids
 
 
 def _silent(name: str, weights: int) -> None:
     pass
+
+
+class QuantisedForm(Protocol):
+    """How a library stores quantised matrices in a folder."""
+
+    @property
+    def library(self) -> str:
+        """Return whose layout the tensors have, see `write_safetensors`."""
+        ...
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return what config.json says about it."""
+        ...
+
+    def check(self) -> None:
+        """Check the numbers; raises ConfigError if such a form is not written."""
+        ...
+
+    def takes(self, planned: Planned) -> bool:
+        """Return whether a tensor is quantised."""
+        ...
+
+    def planned(self, tensor: Planned) -> list[Planned]:
+        """Return the tensors that a quantised matrix becomes, its codes first."""
+        ...
+
+    def quantise(
+        self, tensors: TensorSource, name: str, dtype: np.dtype, pool: Executor
+    ) -> list[np.ndarray]:
+        """Return these tensors."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +79,7 @@ class Weights:
     tokenizer: Mapping[str, Any] = field(default_factory=dict)  # and other GGUF metadata
     fields: Mapping[str, Any] = field(default_factory=dict)  # added to config.json
     shard_size: int = 0  # bytes of a safetensors file; 0 for one file
-    mlx: MlxForm | None = None  # how MLX quantises the matrices, if it does
+    form: QuantisedForm | None = None  # form of the matrices, if they are quantised
 
 
 def export(
@@ -62,7 +94,7 @@ def export(
     """Write a folder (Hugging Face, speculators) or a file (GGUF) at `path`.
 
     Args:
-      dtype: of the weights; for GGUF, also one of `GGUF_TYPES`.
+      dtype: dtype of the weights; for GGUF, also one of `GGUF_TYPES`.
 
     Raises:
       CheckpointError: it cannot be written there.
@@ -81,7 +113,7 @@ def export(
         return
     kind = float_dtype(dtype)
     listed = plan(weights, kind)
-    needed = sum(x.nbytes for planned in listed for x in _parts(planned, weights.mlx))
+    needed = sum(x.nbytes for planned in listed for x in _parts(planned, weights.form))
     with new_path(path, overwrite=overwrite, needed=needed) as place:
         writers[layout](_Output(weights, place, dtype, kind, progress))
 
@@ -110,8 +142,8 @@ def plan(weights: Weights, dtype: np.dtype) -> list[Planned]:
     ]
 
 
-def _parts(planned: Planned, form: MlxForm | None) -> list[Planned]:
-    """Return the tensors that are written for one, which are several if MLX quantises it."""
+def _parts(planned: Planned, form: QuantisedForm | None) -> list[Planned]:
+    """Return the tensors that are written for one, which are several if it is quantised."""
     return form.planned(planned) if form and form.takes(planned) else [planned]
 
 
@@ -134,7 +166,8 @@ class _Output:
         Args:
           made: tensors, by new name, that are computed instead of read.
         """
-        listed, tensors = plan(self.weights, self.kind), self.weights.tensors
+        listed = plan(self.weights, self.kind)
+        tensors = self.weights.tensors
         if joined := _joined(self.weights.config):
             dtypes = {planned.name: planned.dtype for planned in listed}
             tensors = Canonical(tensors, joined, {})
@@ -142,33 +175,35 @@ class _Output:
         canonical = {rename(planned.name): planned.name for planned in listed}
         renamed = [Planned(rename(p.name), p.dtype, p.shape) for p in listed]
         renamed += [Planned(n, a.dtype, a.shape) for n, a in made.items() if n not in canonical]
-        wholes = {planned.name: planned for planned in renamed}
+        form = self.weights.form
+        parts = [_parts(whole, form) for whole in renamed]
+        wholes = {some[0].name: whole for some, whole in zip(parts, renamed, strict=True)}
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            beside: dict[str, np.ndarray] = {}  # scales and biases of the last matrix
+            beside: dict[str, np.ndarray] = {}  # what the last matrix has besides its codes
 
             def read(planned: Planned) -> np.ndarray:
                 if planned.name in made:
                     return made[planned.name]
                 if planned.name in beside:
                     return beside[planned.name]
-                name = canonical[planned.name]
+                whole = wholes[planned.name]
+                name = canonical[whole.name]
                 self.progress(planned.name, math.prod(tensors.shape(name)))
-                form, whole = self.weights.mlx, wholes[planned.name]
                 if form is None or not form.takes(whole):
                     return read_as(tensors, name, planned.dtype, pool)
-                words, *groups = quantise(tensors, name, form, whole.dtype, pool)
+                codes, *others = form.quantise(tensors, name, whole.dtype, pool)
                 beside.clear()
-                beside.update(zip((x.name for x in form.planned(whole)[1:]), groups, strict=True))
-                return words
+                beside.update(zip((x.name for x in form.planned(whole)[1:]), others, strict=True))
+                return codes
 
-            write([x for planned in renamed for x in _parts(planned, self.weights.mlx)], read)
+            write(list(itertools.chain.from_iterable(parts)), read)
 
 
 def _joined(config: AttentionConfig) -> dict[str, Origin]:
     """Return the tensors of a Hugging Face folder, of families that store them otherwise."""
     stored = None
     if isinstance(config, TargetConfig):
-        stored = families.provided(family_of(config.model_type), "hf_stored")
+        stored = families.family(config.model_type).hf_stored
     if stored is None:
         return {}
     parts = [part.name for slot in families.slots(config) for part in slot.parts]
@@ -195,13 +230,14 @@ def _write_huggingface(output: _Output) -> None:
 
 def _write_speculators(output: _Output) -> None:
     config = _drafter(output.weights.config, SPECULATORS)
-    fields = published.speculators_fields(config, output.dtype)
+    fields = speculators.speculators_fields(config, output.dtype)
     made = {}
     if config.draft_vocab_size:
         chosen = np.zeros(config.vocab_size, np.bool_)
         chosen[_ids(output.weights.tensors)] = True
         made["t2d"] = chosen
-    spelt = families.provided(config.kind, "SPECULATOR_TENSORS", {})
+    speculator = families.drafter_kinds()[config.kind].speculator
+    spelt = speculator.tensors if speculator is not None else {}
 
     def rename(name: str) -> str:
         prefix = next((old for old in spelt if name.startswith(old)), "")
@@ -225,7 +261,8 @@ def _write_folder(
     """Write weights first and config.json last, so that an incomplete folder does not load."""
     output.place.mkdir(exist_ok=True)
     copy_companions(output.weights.companions, output.place)
-    most, library = output.weights.shard_size, MLX if output.weights.mlx else "pt"
+    most = output.weights.shard_size
+    library = output.weights.form.library if output.weights.form else "pt"
     output.write_tensors(
         rename,
         lambda planned, read: write_shards(output.place, planned, read, most, library),
@@ -250,7 +287,8 @@ def write_form(
     ):
 
         def read(planned: PlannedBlocks) -> np.ndarray:
-            name, dtype = planned.name, planned.kind.dtype
+            name = planned.name
+            dtype = planned.kind.dtype
             if dtype is None:
                 counted = form.importance.get(name)
                 array = read_blocks(form.tensors, name, planned.kind, pool, counted)

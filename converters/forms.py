@@ -1,11 +1,17 @@
 """Names of dtypes and layouts that the commands accept. Imports nothing."""
 
 AUTO = "auto"  # the dtype of the published weights
-SAFETENSORS, ORBAX = "safetensors", "orbax"  # what `convert` writes
+# Forms that `convert` writes.
+SAFETENSORS = "safetensors"
+ORBAX = "orbax"
 FLAX = ("maxtext", "maxtext_scanned", "tunix")  # checkpoints of other Flax libraries
 MLX = "mlx"  # a folder with weights as MLX quantises them
-HUGGING_FACE, SPECULATORS, GGUF = "huggingface", "speculators", "gguf"  # what `export` writes
-FORMS = (SAFETENSORS, ORBAX, GGUF, MLX, *FLAX)
+GPTQ = "gptq"  # a folder with weights in GPTQ's format
+# Forms that `export` writes.
+HUGGING_FACE = "huggingface"
+SPECULATORS = "speculators"
+GGUF = "gguf"
+FORMS = (SAFETENSORS, ORBAX, GGUF, MLX, GPTQ, *FLAX)
 LAYOUTS = (HUGGING_FACE, SPECULATORS, GGUF)
 # Types of a GGUF file, and the value of general.file_type for each. Those that end in a size are
 # mixtures; MXFP4 has llama.cpp's number of experts in that type.

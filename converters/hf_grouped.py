@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from dflash_jax.converters.source import DecodedSource, Rows, TensorSource
+from dflash_jax.converters.formats.source import DecodedSource, Rows, TensorSource
 from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import RUN, Arrays, fits, join
 
@@ -138,10 +138,10 @@ def described(
                 f" outputs, {into} inputs, {bits} bits and groups of {group}; give the"
                 " quantization_config that belongs to the weights"
             )
-    found = PackedLinear(stem, (out, into), bits, group, groups, zeros in shapes)
+    linear = PackedLinear(stem, (out, into), bits, group, groups, zeros in shapes)
     if order not in shapes:
-        return dataclasses.replace(found, order=_runs(found))
-    return dataclasses.replace(found, order=_order(source, order, found))
+        return dataclasses.replace(linear, order=_runs(linear))
+    return dataclasses.replace(linear, order=_order(source, order, linear))
 
 
 def _sizes(
@@ -152,7 +152,8 @@ def _sizes(
     bits: int | None,
 ) -> tuple[int, int, int]:
     """Return the bits of a code, the outputs and the inputs of a matrix."""
-    codes, order = f"{stem}{layout.tensors[0]}", f"{stem}{layout.tensors[3]}"
+    codes = f"{stem}{layout.tensors[0]}"
+    order = f"{stem}{layout.tensors[3]}"
     out, words = reversed(shapes[codes]) if layout.outputs_last else shapes[codes]
     if bits and layout.codes_by_output:
         return bits, out * WORD // bits, words
@@ -180,7 +181,8 @@ def _shapes(
     layout: WordLayout, shape: tuple[int, int], bits: int, group: tuple[int, int]
 ) -> dict[str, Shapes]:
     """Return the allowed shapes of codes, scales and zero points, the usual one first."""
-    (out, into), (groups, size) = shape, group
+    out, into = shape
+    groups, size = group
 
     def words(count: int) -> int:
         return -(-count * bits // WORD)
@@ -191,18 +193,21 @@ def _shapes(
     if layout is AWQ_GEMV:  # its kernel reads 128 inputs at a time
         multiple = {32: 4, 64: 2}.get(size, 1)
         width = -(-words(groups) // multiple) * multiple
-        zeros, scales = (out, width), (out, width * WORD // bits)
-    found: dict[str, Shapes] = {"codes": [codes], "scales": [scales], "zeros": [zeros]}
+        zeros = (out, width)
+        scales = (out, width * WORD // bits)
     if layout.outputs_last:
-        return {name: [shapes[0][::-1]] for name, shapes in found.items()}
+        return {"codes": [codes[::-1]], "scales": [scales[::-1]], "zeros": [zeros[::-1]]}
+    allowed: dict[str, Shapes] = {"codes": [codes], "scales": [scales], "zeros": [zeros]}
     if layout is COMPRESSED and groups == 1:
-        found["scales"] += [(1,), (1, 1), (out,)]
-    return found
+        allowed["scales"] += [(1,), (1, 1), (out,)]
+    return allowed
 
 
 def _order(source: TensorSource, name: str, linear: PackedLinear) -> np.ndarray | None:
     """Return the group of each input as the file names it, or None if groups are runs."""
-    into, group, order = linear.shape[1], linear.group, source.read(name)
+    into = linear.shape[1]
+    group = linear.group
+    order = source.read(name)
     if not order.size or (order == -1).all():  # never filled
         return _runs(linear)
     if order.shape != (into,) or order.dtype.kind not in "iu":
@@ -222,7 +227,8 @@ def _order(source: TensorSource, name: str, linear: PackedLinear) -> np.ndarray 
 
 def _runs(linear: PackedLinear) -> np.ndarray | None:
     """Return the group of each input if the last group is shorter than the others, or None."""
-    into, group = linear.shape[1], linear.group
+    into = linear.shape[1]
+    group = linear.group
     return np.arange(into) // group if into % group else None
 
 
@@ -260,7 +266,9 @@ class GroupedSource(PackedSource):
     ):
         self._layout = layout
         self._linears: dict[str, PackedLinear] = {}
-        names, hidden, decoded = set(source.names()), set(), {}
+        names = set(source.names())
+        hidden = set()
+        decoded = {}
         codes = layout.tensors[0]
         for name in source.names():
             stem = name.removesuffix(codes)
@@ -276,52 +284,53 @@ class GroupedSource(PackedSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, outermost axis first."""
-        found = self._linears.get(name)
-        return self._source.shape(name) if found is None else found.shape
+        linear = self._linears.get(name)
+        return self._source.shape(name) if linear is None else linear.shape
 
     def kind(self, name: str) -> str:
         """Return the stored type; INT4 and the like for decoded matrices."""
-        found = self._linears.get(name)
-        return self._source.kind(name) if found is None else f"INT{found.bits}"
+        linear = self._linears.get(name)
+        return self._source.kind(name) if linear is None else f"INT{linear.bits}"
 
     def packed_kind(self, name: str) -> str:
         """Return the packed format that holds exactly a matrix, or "".
 
         Its groups must be neighbouring inputs, and float16 must hold its scales.
         """
-        found = self._linears.get(name)
-        if found is None or found.order is not None or found.group % RUN:
+        linear = self._linears.get(name)
+        if linear is None or linear.order is not None or linear.group % RUN:
             return ""
-        everything = slice(0, found.shape[0])
-        middle = (self._zeros(found, everything) == 1 << found.bits - 1).all()
-        kind = (SYMMETRIC if middle else WITH_ZEROS).get(found.bits, "")
-        if not kind or not fits(kind, found.shape[1]):
+        everything = slice(0, linear.shape[0])
+        middle = (self._zeros(linear, everything) == 1 << linear.bits - 1).all()
+        kind = (SYMMETRIC if middle else WITH_ZEROS).get(linear.bits, "")
+        if not kind or not fits(kind, linear.shape[1]):
             return ""
-        scales = self._scales(found, everything)
+        scales = self._scales(linear, everything)
         with np.errstate(over="ignore"):
             return kind if np.array_equal(scales, scales.astype(np.float16)) else ""
 
     def packed(self, name: str) -> Arrays:
         """Return the packed arrays [rows along in, out] of a matrix that has a packed kind."""
-        found = self._linears[name]
-        everything = slice(0, found.shape[0])
-        codes = np.ascontiguousarray(self._codes(found, everything).T)
-        joined = join(codes, 2) if found.bits == 4 else (codes ^ np.uint8(128)).view(np.int8)
-        groups: Arrays = {"scale": self._scales(found, everything).astype(np.float16)}
+        linear = self._linears[name]
+        everything = slice(0, linear.shape[0])
+        codes = np.ascontiguousarray(self._codes(linear, everything).T)
+        joined = join(codes, 2) if linear.bits == 4 else (codes ^ np.uint8(128)).view(np.int8)
+        groups: Arrays = {"scale": self._scales(linear, everything).astype(np.float16)}
         if self.packed_kind(name) in WITH_ZEROS.values():
-            groups["zero"] = self._zeros(found, everything).astype(np.uint8)
-        spread = {key: np.repeat(a.T, found.group // RUN, axis=0) for key, a in groups.items()}
+            groups["zero"] = self._zeros(linear, everything).astype(np.uint8)
+        spread = {key: np.repeat(a.T, linear.group // RUN, axis=0) for key, a in groups.items()}
         return {"codes": joined, **spread}
 
     def _decode(self, name: str, rows: Rows) -> np.ndarray:
-        found = self._linears[name]
-        values = self._codes(found, rows).astype(np.float32)
-        scales, zeros = self._scales(found, rows), self._zeros(found, rows).astype(np.float32)
-        if found.order is not None:
-            values -= zeros[:, found.order]
-            values *= scales[:, found.order]
+        linear = self._linears[name]
+        values = self._codes(linear, rows).astype(np.float32)
+        scales = self._scales(linear, rows)
+        zeros = self._zeros(linear, rows).astype(np.float32)
+        if linear.order is not None:
+            values -= zeros[:, linear.order]
+            values *= scales[:, linear.order]
             return values
-        groups = values.reshape(len(values), found.groups, found.group)
+        groups = values.reshape(len(values), linear.groups, linear.group)
         groups -= zeros[..., None]
         groups *= scales[..., None]
         return values
@@ -332,14 +341,16 @@ class GroupedSource(PackedSource):
 
     def _zeros(self, linear: PackedLinear, rows: Rows) -> np.ndarray:
         """Return zero points, integers [rows, groups]."""
-        bits, name = linear.bits, f"{linear.stem}{self._layout.tensors[2]}"
+        bits = linear.bits
+        name = f"{linear.stem}{self._layout.tensors[2]}"
         middle = 1 << bits - 1
         if not linear.zeros:
             count = len(range(linear.shape[0])[rows] if isinstance(rows, slice) else rows)
             return np.full((count, linear.groups), middle)
         if self._source.kind(name) == "I8":  # early compressed-tensors did not pack them
             return self._source.read(name).reshape(-1, linear.groups)[rows].astype(int) + middle
-        words, offset = self._words(linear, self._layout.tensors[2]), self._layout.zero_offset
+        words = self._words(linear, self._layout.tensors[2])
+        offset = self._layout.zero_offset
         if offset and WORD % bits == 0:
             # Writers subtract from whole words, so that a field of 0 borrows from the next one.
             words = words + np.uint32(sum(offset << i for i in range(0, WORD, bits)))
@@ -390,7 +401,9 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
         return (values & np.uint64((1 << bits) - 1)).astype(np.uint8).reshape(len(parts), -1)
     if bits == 3:  # eight values in three bytes, looked up by half of their bits
         parts = np.pad(parts, ((0, 0), (0, -parts.shape[1] % 3))).astype(np.uint16)
-        first, second, third = parts[:, ::3], parts[:, 1::3], parts[:, 2::3]
+        first = parts[:, ::3]
+        second = parts[:, 1::3]
+        third = parts[:, 2::3]
         halves = first | (second & 15) << 8, second >> 4 | third << 4
         parts = np.stack(halves, axis=-1).reshape(len(parts), 2 * first.shape[1])
     return TABLES[bits][parts].view(np.uint8)
@@ -398,7 +411,8 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 def _table(bits: int, width: int) -> np.ndarray:
     """Return the values in each number of `width` bits, as the bytes of one integer."""
-    numbers, starts = np.arange(1 << width)[:, None], np.arange(0, width, bits)
+    numbers = np.arange(1 << width)[:, None]
+    starts = np.arange(0, width, bits)
     values = (numbers >> starts & (1 << bits) - 1).astype(np.uint8)
     return values.view(f"u{len(starts)}")[:, 0]
 

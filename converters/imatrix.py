@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dflash_jax import families
 from dflash_jax.config import TargetConfig
-from dflash_jax.converters import families
-from dflash_jax.converters.canonical import Canonical
+from dflash_jax.converters.formats.canonical import Canonical
 from dflash_jax.converters.gguf.export import as_gguf
 from dflash_jax.converters.gguf.importance import MeasuredInputs
 from dflash_jax.converters.load import tree
@@ -16,7 +16,7 @@ from dflash_jax.converters.tree_source import TreeSource
 
 
 class Text(NamedTuple):
-    """A text, and how many chunks of how many tokens of it were run."""
+    """A text, of which `chunks` pieces of `chunk` tokens were run."""
 
     name: str
     chunks: int
@@ -39,7 +39,8 @@ def by_stored_name(
     """
     squares = _stored(config, {path: sums for path, (sums, _) in inputs.items()})
     tokens = _stored(config, {path: counts for path, (_, counts) in inputs.items()})
-    sums, counts = {}, {}
+    sums = {}
+    counts = {}
     for name in squares.names():
         *stack, height, _ = (1, *squares.shape(name))
         if len(squares.shape(name)) < 2 or not name.startswith("blk."):
@@ -47,7 +48,8 @@ def by_stored_name(
         firsts = np.arange(math.prod(stack)) * height  # the first row of each matrix
         counted = tokens.read_rows(name, firsts)[:, :1]
         if counted.any():
-            sums[name], counts[name] = squares.read_rows(name, firsts), counted
+            sums[name] = squares.read_rows(name, firsts)
+            counts[name] = counted
     return MeasuredInputs(sums, counts, text.name, text.chunks, text.chunk)
 
 

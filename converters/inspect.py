@@ -11,12 +11,11 @@ from typing import Any
 from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
 from dflash_jax.config import is_gguf
 from dflash_jax.converters import orbax_folder
-from dflash_jax.converters.gguf import GgufFile, open_gguf
-from dflash_jax.converters.gguf.file import GgufArray
+from dflash_jax.converters.formats.gguf.file import GgufArray, GgufFile, open_gguf
+from dflash_jax.converters.formats.safetensors import SafetensorsFile, open_safetensors
+from dflash_jax.converters.formats.source import TensorSource
 from dflash_jax.converters.hf import open_directory
-from dflash_jax.converters.models import StoredModel, open_model
-from dflash_jax.converters.safetensors import SafetensorsFile, open_safetensors
-from dflash_jax.converters.source import TensorSource
+from dflash_jax.converters.models import StoredModel, no_model, open_model
 from dflash_jax.converters.taps import AUTO
 from dflash_jax.converters.tree_source import CheckpointSource
 from dflash_jax.errors import CheckpointError, DFlashError
@@ -24,7 +23,9 @@ from dflash_jax.errors import CheckpointError, DFlashError
 # Judge by metadata whether a GGUF target is instruction-tuned, as its drafter expects.
 
 
-ACCEPT, REFUSE, UNKNOWN = "ACCEPT", "REFUSE", "UNKNOWN"
+ACCEPT = "ACCEPT"
+REFUSE = "REFUSE"
+UNKNOWN = "UNKNOWN"
 _TUNED = re.compile(r"(^|[^a-z])(it|instruct|instruction|chat|thinking|coder)([^a-z]|$)")
 _BASE = re.compile(r"(^|[^a-z])(base|pt|pretrained|pretrain)([^a-z]|$)")
 KEYS = ("general.name", "general.basename", "general.finetune", "general.size_label")
@@ -98,7 +99,7 @@ def open_any(path: Path) -> TensorSource:
         return orbax_folder.OrbaxSource(path, arrays)
     if path.is_dir():
         return open_directory(path)
-    raise CheckpointError(f"{path} is neither a folder nor a .gguf or .safetensors file")
+    raise no_model(path)
 
 
 def inspect(path: Path, *, taps: str = AUTO) -> dict[str, Any]:
@@ -152,8 +153,9 @@ def _summary(model: StoredModel) -> dict[str, Any]:
 
 
 def _metadata(source: TensorSource) -> dict[str, Any]:
-    found = source.metadata if isinstance(source, GgufFile | SafetensorsFile) else {}
-    return {key: _short(value) for key, value in found.items()}
+    if not isinstance(source, GgufFile | SafetensorsFile):
+        return {}
+    return {key: _short(value) for key, value in source.metadata.items()}
 
 
 def _short(value: Any) -> Any:
@@ -179,19 +181,19 @@ def instruct(path: Path) -> InstructVerdict:
 def lines(report: dict[str, Any]) -> list[str]:
     """Return the report as text."""
     model = report["model"]
-    found = [report["path"]]
+    listed = [report["path"]]
     if model:
-        found += [f"  {model['role']}, {model['layout']}", *(f"  {n}" for n in model["notes"])]
+        listed += [f"  {model['role']}, {model['layout']}", *(f"  {n}" for n in model["notes"])]
     if report["problem"]:
-        found.append(f"  cannot be used as it stands: {report['problem']}")
-    found.append(
+        listed.append(f"  cannot be used as it stands: {report['problem']}")
+    listed.append(
         f"  {report['tensor_count']} tensors, {report['weights'] / 1e6:.2f} M weights,"
         f" {report['bytes'] / 1e6:.2f} MB, {report['bits_per_weight']} bits per weight"
     )
-    found += [
+    listed += [
         f"    {kind:8} {size / 1e6:10.2f} MB" for kind, size in report["bytes_by_type"].items()
     ]
-    found += [f"  {key} = {value!r}" for key, value in report["metadata"].items()]
+    listed += [f"  {key} = {value!r}" for key, value in report["metadata"].items()]
     width = max((len(t["name"]) for t in report["tensors"]), default=0)
-    found += [f"  {t['name']:{width}} {t['type']:8} {t['shape']}" for t in report["tensors"]]
-    return found
+    listed += [f"  {t['name']:{width}} {t['type']:8} {t['shape']}" for t in report["tensors"]]
+    return listed

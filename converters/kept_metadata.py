@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.config import AttentionConfig
-from dflash_jax.converters.gguf import GgufFile
-from dflash_jax.converters.gguf.file import SCALARS, STRING, GgufArray
+from dflash_jax.converters.formats.gguf.file import SCALARS, STRING, GgufArray, GgufFile
+from dflash_jax.converters.formats.gguf.writer import KIND_NAMES, KINDS, Typed, stored_keys
 from dflash_jax.converters.gguf.tokenizer_export import TEMPLATE
-from dflash_jax.converters.gguf.writer import KIND_NAMES, KINDS, Typed, stored_keys
 from dflash_jax.converters.models import StoredModel
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.model_files import FILES, MORE_TEMPLATES, files_in
+from dflash_jax.tokenizer import well_formed
 
 FILE = "gguf_metadata.json"
-TOKENIZER, GENERAL = "tokenizer.", "general."
+TOKENIZER = "tokenizer."
+GENERAL = "general."
 VOCABULARY = tuple(f"tokenizer.ggml.{x}" for x in ("tokens", "token_type", "scores", "merges"))
 # What is different in every file, and written anew.
 OF_FILES = ("general.alignment", "general.file_type", "general.quantization_version", "split.")
@@ -30,13 +31,24 @@ OF_FILES = ("general.alignment", "general.file_type", "general.quantization_vers
 OF_SETTINGS = (TEMPLATE, "tokenizer.ggml.add_bos_token")
 OF_SETTINGS += tuple(f"tokenizer.ggml.{x}_token_id" for x in ("bos", "eos", "unknown", "padding"))
 INCIDENTAL = frozenset({"dtype", "eos_token_ids", "bos_token_id", "pad_token_id"})
-LABELS = {"name": "general.name", "license": "general.license"}  # by option
 Files = Mapping[str, str | Path]
 
 
-def labels(**texts: str | None) -> dict[str, Typed]:
-    """Return the keys for a model's name and license, of those that are given."""
-    return {LABELS[k]: Typed(STRING, text) for k, text in texts.items() if text is not None}
+def labels(*, name: str | None, license: str | None) -> dict[str, Typed]:
+    """Return the GGUF keys for a model's name and license, without those that are None.
+
+    Raises:
+      ConfigError: a text has bytes that are not UTF-8.
+    """
+    texts = {"general.name": name, "general.license": license}
+    keys = {}
+    for key, text in texts.items():
+        if text is None:
+            continue
+        if well_formed(text) != text:
+            raise ConfigError(f"--{key.removeprefix(GENERAL)} is not UTF-8: {text!r}")
+        keys[key] = Typed(STRING, text)
+    return keys
 
 
 def of_model(model: StoredModel) -> dict[str, Typed]:
@@ -47,10 +59,12 @@ def of_model(model: StoredModel) -> dict[str, Typed]:
     """
     source = model.tensors.source
     if isinstance(source, GgufFile):
-        every, unchanged = stored_keys(source.shards[0].header), True
+        every = stored_keys(source.shards[0].header)
+        unchanged = True
     else:
         fields = _read(model.path)
-        every, unchanged = _keys(fields, model.path), fields.get("config") == _digest(model.config)
+        every = _keys(fields, model.path)
+        unchanged = fields.get("config") == _digest(model.config)
     # Keys of the architecture may be about tensors that are ignored, or about another model.
     about = unchanged and not model.tensors.ignored
     return {
@@ -70,7 +84,8 @@ def with_flags(fresh: Mapping[str, Any], folder: Path, files: Files) -> dict[str
       CheckpointError: the file that holds them is damaged.
     """
     fields = _read(folder)
-    then, now = fields.get("tokenizer"), _digests(files)
+    then = fields.get("tokenizer")
+    now = _digests(files)
     if not fresh or not isinstance(then, dict):
         return dict(fresh)
     kept = {k: v for k, v in _keys(fields, folder).items() if k.startswith(TOKENIZER)}
@@ -81,15 +96,15 @@ def with_flags(fresh: Mapping[str, Any], folder: Path, files: Files) -> dict[str
     return {k: v for k, v in kept.items() if not k.startswith(OF_SETTINGS)} | dict(fresh)
 
 
-def beside(model: StoredModel, files: Files, given: Mapping[str, Typed]) -> dict[str, str | Path]:
+def beside(model: StoredModel, files: Files, labels: Mapping[str, Typed]) -> dict[str, str | Path]:
     """Return the file that keeps a model's metadata in a folder, by name; empty without any.
 
     Args:
-      files: of the tokenizer, which are written into that folder.
-      given: keys that replace the model's own.
+      files: the tokenizer's files, which are written into that folder.
+      labels: keys that replace the model's own.
 
     Raises:
-      CheckpointError: that of the model is damaged.
+      CheckpointError: the file in the model's own folder is damaged.
     """
     source = model.tensors.source
     if isinstance(source, GgufFile):
@@ -102,7 +117,7 @@ def beside(model: StoredModel, files: Files, given: Mapping[str, Typed]) -> dict
     else:
         fields = _read(model.path)
         keys = _keys(fields, model.path)
-    keys |= given
+    keys |= labels
     if not keys:
         return {}
     entries = {
@@ -135,7 +150,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _keys(fields: Mapping[str, Any], folder: Path) -> dict[str, Typed]:
     """Return the keys in the content of a folder's file."""
-    found = {}
+    keys = {}
     for key, entry in fields.get("keys", {}).items():
         kind = KINDS.get(str(entry.get("type"))) if isinstance(entry, dict) else None
         value = entry.get("value") if kind is not None else None
@@ -145,8 +160,8 @@ def _keys(fields: Mapping[str, Any], folder: Path) -> dict[str, Typed]:
                 f"{folder / FILE}: {key!r} is {str(entry)[:80]}; expected a type, one of"
                 f" {', '.join(KINDS)}, and a value of it"
             )
-        found[key] = Typed(kind, value)
-    return found
+        keys[key] = Typed(kind, value)
+    return keys
 
 
 def _fits(kind: int, value: Any) -> bool:

@@ -3,17 +3,18 @@
 Names are Hugging Face's, or those of a Flax library (`names/flax.py`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from dflash_jax import families
 from dflash_jax.config import TargetConfig
-from dflash_jax.converters import adapter, families
+from dflash_jax.converters import adapter
+from dflash_jax.converters.formats.source import Rows, as_rows
 from dflash_jax.converters.load import Params, load
 from dflash_jax.converters.names import flax, huggingface
-from dflash_jax.converters.source import Rows, as_rows
 from dflash_jax.converters.tree_source import KINDS, TreeSource
 from dflash_jax.errors import CheckpointError
 
@@ -93,16 +94,16 @@ def from_arrays(
     if wrong := [name for name, leaf in leaves.items() if not hasattr(leaf, "dtype")]:
         raise CheckpointError(f"{wrong[0]} is no array; give arrays by name, or an NNX state")
     source = NamedArrays(leaves)
-    found = flax.target(source, config, where=WHERE)
-    if found is None:
-        tied, folder = config.tie_embeddings, families.folder(config)
-        found = huggingface.target(source, tied=tied, folder=folder)
+    tensors = flax.target(source, config, where=WHERE)
+    if tensors is None:
+        folder = families.folder(config)
+        tensors = huggingface.target(source, tied=config.tie_embeddings, folder=folder)
     if isinstance(lora, tuple):
         fields, factors = lora
-        found, _ = adapter.merged_arrays(found, fields, NamedArrays(dict(_leaves(factors))))
+        tensors, _ = adapter.merged_arrays(tensors, fields, NamedArrays(dict(_leaves(factors))))
     elif lora is not None:
-        found, _ = adapter.merged(found, Path(lora))
-    return load(found, config, dtype, where=WHERE)
+        tensors, _ = adapter.merged(tensors, Path(lora))
+    return load(tensors, config, dtype, where=WHERE)
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -134,7 +135,11 @@ def to_arrays(params: Params, config: TargetConfig, *, naming: Naming) -> dict[s
         outside = ("lm_head.weight",)
         return {x if x in outside else f"model.{x}": source.read(x) for x in source.names()}
     dtypes = {name: source.dtype(name) for name in source.names()}
-    arrays = flax.arrays_of(source.read, dtypes, config, naming)
+
+    def fill(name: str, view: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        view[...] = change(source.read(name)).reshape(view.shape)
+
+    arrays = flax.arrays_of(fill, dtypes, config, naming)
     root = nested({path: array.make() for path, array in arrays.items()})
     return {"params": root} if naming.startswith("maxtext") else root
 

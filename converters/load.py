@@ -10,31 +10,32 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax import families
 from dflash_jax.checkpoint import FLOATS, LazyArray
 from dflash_jax.config import (
     ALWAYS_FLOAT32,
     AttentionConfig,
     DrafterConfig,
 )
-from dflash_jax.converters import families, packed
-from dflash_jax.converters.canonical import Canonical, check
-from dflash_jax.converters.names.slots import Slot, TensorPart, same
-from dflash_jax.converters.quants.encode import encode
-from dflash_jax.converters.quants.types import GgmlType
-from dflash_jax.converters.source import TensorSource, forget, give_back
+from dflash_jax.converters import packed
+from dflash_jax.converters.formats.canonical import Canonical, check
+from dflash_jax.converters.formats.quants.encode import encode
+from dflash_jax.converters.formats.quants.types import GgmlType
+from dflash_jax.converters.formats.slots import Slot
+from dflash_jax.converters.formats.source import TensorSource, trim_mapped_memory
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.utils.progress import ShownCount
 
 _EXPONENTS = {FLOATS["float16"]: np.uint16(0x7C00), FLOATS["bfloat16"]: np.uint16(0x7F80)}
-CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: fits a core's cache
+CHUNK_BYTES = 1 << 19  # float32 numbers that are read and placed at a time: fits a core's cache
 
 Params = dict[str, Any]
 Progress = Callable[[str, int], None]  # a tensor's name, and how many of its weights are done
 
 
 def load(
-    found: Canonical,
+    tensors: Canonical,
     config: AttentionConfig,
     dtype: str,
     *,
@@ -48,26 +49,32 @@ def load(
     Integers stay integers, and parameters in `ALWAYS_FLOAT32` stay float32.
 
     Args:
+      tensors: the canonical tensors, which must be exactly those of `config`.
+      dtype: float32, bfloat16 or float16.
+      where: the model's place, for error messages.
       specs: how parameters are packed, by path; their float parts have `dtype`.
-      native: packed parameters are in strips, for the native kernels.
+      native: whether packed parameters are in strips, for the native kernels.
+      progress: called with a tensor's name and the number of its weights that were read.
 
     Raises:
       CheckpointError: the tensors do not fit the configuration, or hold non-finite values.
       ConfigError: the dtype is unknown.
     """
-    slots, specs = families.slots(config), specs or {}
-    check(slots, found, where=where)
+    slots = families.slots(config)
+    specs = specs or {}
+    check(slots, tensors, where=where)
     kind = float_dtype(dtype)
     packing = [slot for slot in slots if "/".join(slot.path) in specs]
     slots = [slot for slot in slots if "/".join(slot.path) not in specs]
     arrays = [np.empty(slot.shape, kept_as(slot, kind)) for slot in slots]
-    jobs = [job for slot, array in zip(slots, arrays, strict=True) for job in _jobs(slot, array)]
+    filled = zip(slots, arrays, strict=True)
+    jobs = [job for slot, array in filled for job in _slot_jobs(slot, array)]
 
     count = ShownCount(sum(job.view.size for job in jobs))
 
     def run(job: "_ReadJob") -> None:
-        job.place(found)
-        progress(job.part.name, job.view.size)
+        job.place(tensors)
+        progress(job.name, job.view.size)
         count(job.view.size)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -79,18 +86,18 @@ def load(
 
     def fill(slot: Slot, dtype: Any) -> np.ndarray:
         array = np.empty(slot.shape, dtype or kind)
-        for job in _jobs(slot, array):
+        for job in _slot_jobs(slot, array):
             run(job)
         return array
 
     leaves: dict[tuple[str, ...], Any] = dict(
-        packed.read(found, packing, specs, fill, native=native)
+        packed.read(tensors, packing, specs, fill, native=native)
     )
     return tree(leaves | {slot.path: a for slot, a in zip(slots, arrays, strict=True)})
 
 
 def lazily(
-    found: Canonical,
+    tensors: Canonical,
     config: AttentionConfig,
     dtype: str,
     *,
@@ -103,22 +110,23 @@ def lazily(
       CheckpointError: the tensors do not fit the configuration; `make` raises it for values.
       ConfigError: the dtype is unknown.
     """
-    slots, kind = families.slots(config), float_dtype(dtype)
-    check(slots, found, where=where)
+    slots = families.slots(config)
+    kind = float_dtype(dtype)
+    check(slots, tensors, where=where)
 
     def make(slot: Slot) -> np.ndarray:
         array = np.empty(slot.shape, kept_as(slot, kind))
 
         def run(job: "_ReadJob") -> None:
-            job.place(found)
-            progress(job.part.name, job.view.size)
+            job.place(tensors)
+            progress(job.name, job.view.size)
 
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            for _ in pool.map(run, _jobs(slot, array)):
+            for _ in pool.map(run, _slot_jobs(slot, array)):
                 pass
         if slot.integer and isinstance(config, DrafterConfig):
             _check_ids(array, config, where)
-        forget(found.source)
+        trim_mapped_memory(tensors)
         return array
 
     return tree({
@@ -146,11 +154,30 @@ def kept_as(slot: Slot, dtype: np.dtype) -> np.dtype:
 
 def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) -> np.ndarray:
     """Return one tensor cast to `dtype`, decoded in parallel."""
-    slot = same((), name, *source.shape(name))
-    array = np.empty(slot.shape, dtype)
-    for _ in pool.map(lambda job: job.place(source), _jobs(slot, array)):
-        pass
+    array = np.empty(source.shape(name), dtype)
+    read_into(source, name, array, pool)
     return array
+
+
+def read_into(
+    source: TensorSource,
+    name: str,
+    view: np.ndarray,
+    pool: Executor,
+    change: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> None:
+    """Read one tensor into a view of an array, cast to its dtype, a few rows at a time.
+
+    Args:
+      view: has the tensor's elements when it is flattened.
+      change: returns the values of the array from those of the tensor.
+
+    Raises:
+      CheckpointError: values are not finite, or outside of the dtype.
+    """
+    jobs = _jobs(name, source.shape(name), view, change)
+    for _ in pool.map(lambda job: job.place(source), jobs):
+        pass
 
 
 def read_blocks(
@@ -213,27 +240,38 @@ def float_dtype(name: str) -> np.dtype:
 class _ReadJob:
     """Rows of a tensor to read, cast and copy into a parameter."""
 
-    part: TensorPart
+    name: str
     view: np.ndarray  # the destination
     rows: slice
+    change: Callable[[np.ndarray], np.ndarray] | None = None  # of values
 
     def place(self, source: TensorSource) -> None:
-        stored = source.read_rows(self.part.name, self.rows)
+        stored = source.read_rows(self.name, self.rows)
         with np.errstate(over="ignore", invalid="ignore"):
             values = stored.astype(self.view.dtype, copy=False)
+            if self.change is not None:
+                values = self.change(values).astype(self.view.dtype, copy=False)
             finite = _finite(values)
         if not finite:
-            raise _not_finite(self.part.name, source, self.view.dtype)
+            raise _not_finite(self.name, source, self.view.dtype)
         self.view[...] = values.reshape(self.view.shape)
-        give_back(stored)
+        trim_mapped_memory(stored)
 
 
-def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_ReadJob]:
+def _slot_jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_ReadJob]:
     for part in slot.parts:
-        view = part.view(parameter)
-        width = part.shape[-1] if len(part.shape) > 1 else 1
-        for steps, rows in _steps(view.shape[0], view.size // max(width, 1), width):
-            yield _ReadJob(part, view[steps], rows)
+        yield from _jobs(part.name, part.shape, part.view(parameter))
+
+
+def _jobs(
+    name: str,
+    shape: tuple[int, ...],
+    view: np.ndarray,
+    change: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Iterator[_ReadJob]:
+    width = shape[-1] if len(shape) > 1 else 1
+    for steps, rows in _steps(view.shape[0], view.size // max(width, 1), width):
+        yield _ReadJob(name, view[steps], rows, change)
 
 
 def _steps(steps: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
@@ -241,7 +279,7 @@ def _steps(steps: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
 
     Args:
       steps: the length of the first axis.
-      rows, width: of the whole tensor.
+      rows, width: rows of the whole tensor, and their length.
     """
     each = rows // max(steps, 1)
     stride = max(1, CHUNK_BYTES // max(4 * each * width, 1))

@@ -13,16 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.converters.formats.safetensors import Planned
+from dflash_jax.converters.formats.source import Rows, TensorSource
 from dflash_jax.converters.hf_grouped import WORD, PackedSource, unpacked
-from dflash_jax.converters.safetensors import Planned
-from dflash_jax.converters.source import Rows, TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import KINDS, Arrays, fits, join
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
-WEIGHT, SCALES, BIASES = "weight", "scales", "biases"
-STACK, EXPERTS = "switch_mlp.", "experts."  # names of experts in mlx-lm, and in transformers
+WEIGHT = "weight"
+SCALES = "scales"
+BIASES = "biases"
+# Names of experts in mlx-lm, and in transformers.
+STACK = "switch_mlp."
+EXPERTS = "experts."
 WRITTEN_WIDTHS = (4, 8)
 SMALLEST = 1e-7  # scale of a group whose weights are equal
 CHUNK = 1 << 20  # weights that are quantised at a time
@@ -43,7 +47,7 @@ class AffineSource(PackedSource):
     """Matrices of MLX, decoded under the names of transformers.
 
     Args:
-      settings: of the config's `quantization`: the usual group size, and those of modules by name.
+      settings: the config's `quantization`: the usual group size, and those of modules by name.
 
     Raises:
       CheckpointError: tensors of a matrix are missing or do not fit one another.
@@ -60,9 +64,10 @@ class AffineSource(PackedSource):
             if stem == name or not stem.endswith(".") or f"{stem}{WEIGHT}" not in names:
                 continue
             own = settings.get(stem[:-1], settings)
-            found = _described(source, stem, names, own if isinstance(own, Mapping) else settings)
+            if not isinstance(own, Mapping):
+                own = settings
             hidden |= {f"{stem}{part}" for part in (WEIGHT, SCALES, BIASES)}
-            for matrix in found:
+            for matrix in _described(source, stem, names, own):
                 spelt = stem
                 if matrix.expert is not None:
                     spelt = stem.replace(STACK, f"{EXPERTS}{matrix.expert}.")
@@ -72,83 +77,84 @@ class AffineSource(PackedSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, outermost axis first."""
-        found = self._matrices.get(name)
-        return self._source.shape(name) if found is None else found.shape
+        matrix = self._matrices.get(name)
+        return self._source.shape(name) if matrix is None else matrix.shape
 
     def kind(self, name: str) -> str:
         """Return the stored type; INT4 and the like for decoded matrices."""
-        found = self._matrices.get(name)
-        return self._source.kind(name) if found is None else f"INT{found.bits}"
+        matrix = self._matrices.get(name)
+        return self._source.kind(name) if matrix is None else f"INT{matrix.bits}"
 
     def nbytes(self, name: str) -> int:
         """Return the number of bytes in the file, without scales."""
-        found = self._matrices.get(name)
-        return (
-            self._source.nbytes(name) if found is None else math.prod(found.shape) * found.bits // 8
-        )
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._source.nbytes(name)
+        return math.prod(matrix.shape) * matrix.bits // 8
 
     def packed_kind(self, name: str) -> str:
         """Return the packed format that holds exactly a matrix, or ""."""
-        found = self._matrices.get(name)
-        if found is None:
+        matrix = self._matrices.get(name)
+        if matrix is None:
             return ""
-        scales, biases = self._groups(found, slice(0, found.shape[0]))
+        scales, biases = self._groups(matrix, slice(0, matrix.shape[0]))
         with np.errstate(over="ignore"):
             halves = all(np.array_equal(x, x.astype(np.float16)) for x in (scales, biases))
-        if found.bits <= 4 and halves and fits("Q4_1", found.shape[1]):
+        if matrix.bits <= 4 and halves and fits("Q4_1", matrix.shape[1]):
             return "Q4_1"
-        low = self._low(found, scales, biases)
-        exact = found.bits < 8 or np.array_equal(low, low.astype(np.float32))
-        return "int8_16_low" if exact and fits("int8_16_low", found.shape[1]) else ""
+        low = self._low(matrix, scales, biases)
+        exact = matrix.bits < 8 or np.array_equal(low, low.astype(np.float32))
+        return "int8_16_low" if exact and fits("int8_16_low", matrix.shape[1]) else ""
 
     def packed(self, name: str) -> Arrays:
         """Return the packed arrays [rows along in, out] of a matrix that has a packed kind."""
-        found, kind = self._matrices[name], KINDS[self.packed_kind(name)]
-        every = slice(0, found.shape[0])
-        codes = np.ascontiguousarray(self._codes(found, every).T)
-        scales, biases = self._groups(found, every)
+        matrix = self._matrices[name]
+        kind = KINDS[self.packed_kind(name)]
+        every = slice(0, matrix.shape[0])
+        codes = np.ascontiguousarray(self._codes(matrix, every).T)
+        scales, biases = self._groups(matrix, every)
         if kind.spread == 2:
             joined = join(codes, 2)
         else:
-            joined = (codes ^ np.uint8(_middle(found))).view(np.int8)
+            joined = (codes ^ np.uint8(_middle(matrix))).view(np.int8)
         arrays: Arrays = {"codes": joined}
-        low = self._low(found, scales, biases) if kind.spread == 1 else -biases
+        low = self._low(matrix, scales, biases) if kind.spread == 1 else -biases
         for key, values in {"scale": scales, "low": low}.items():
-            spread = np.repeat(values.T, found.group // kind.group, axis=0)
+            spread = np.repeat(values.T, matrix.group // kind.group, axis=0)
             arrays[key] = spread.astype(kind.scales)
         return arrays
 
-    def _low(self, found: AffineMatrix, scales: np.ndarray, biases: np.ndarray) -> np.ndarray:
+    def _low(self, matrix: AffineMatrix, scales: np.ndarray, biases: np.ndarray) -> np.ndarray:
         """Return what is subtracted from scaled signed codes, exactly, float64 [rows, groups]."""
-        return -(biases.astype(np.float64) + _middle(found) * scales.astype(np.float64))
+        return -(biases.astype(np.float64) + _middle(matrix) * scales.astype(np.float64))
 
     def _decode(self, name: str, rows: Rows) -> np.ndarray:
-        found = self._matrices[name]
-        codes = self._codes(found, rows).astype(np.float32)
-        scales, biases = self._groups(found, rows)
-        groups = codes.reshape(len(codes), -1, found.group)
+        matrix = self._matrices[name]
+        codes = self._codes(matrix, rows).astype(np.float32)
+        scales, biases = self._groups(matrix, rows)
+        groups = codes.reshape(len(codes), -1, matrix.group)
         groups *= scales[..., None]
         groups += biases[..., None]
         return codes
 
-    def _codes(self, found: AffineMatrix, rows: Rows) -> np.ndarray:
-        words = self._part(found, WEIGHT)[rows]
-        return unpacked(words, found.bits)
+    def _codes(self, matrix: AffineMatrix, rows: Rows) -> np.ndarray:
+        words = self._part(matrix, WEIGHT)[rows]
+        return unpacked(words, matrix.bits)
 
-    def _groups(self, found: AffineMatrix, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    def _groups(self, matrix: AffineMatrix, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """Return the scales and biases of rows, float32 [rows, groups]."""
-        scales = self._part(found, SCALES)[rows].astype(np.float32)
-        biases = self._part(found, BIASES)[rows].astype(np.float32)
+        scales = self._part(matrix, SCALES)[rows].astype(np.float32)
+        biases = self._part(matrix, BIASES)[rows].astype(np.float32)
         return scales, biases
 
-    def _part(self, found: AffineMatrix, part: str) -> np.ndarray:
-        whole = self._source.read(f"{found.stem}{part}")
-        return whole if found.expert is None else whole[found.expert]
+    def _part(self, matrix: AffineMatrix, part: str) -> np.ndarray:
+        whole = self._source.read(f"{matrix.stem}{part}")
+        return whole if matrix.expert is None else whole[matrix.expert]
 
 
-def _middle(found: AffineMatrix) -> int:
+def _middle(matrix: AffineMatrix) -> int:
     """Return what is subtracted from codes to have them in signed bytes."""
-    return 128 if found.bits == 8 else 0
+    return 128 if matrix.bits == 8 else 0
 
 
 def _described(
@@ -169,7 +175,8 @@ def _described(
             f"{name}: the quantization mode {settings['mode']!r} of MLX is not supported; affine"
             " is. Use the original weights"
         )
-    words, groups = shapes[0][-1], shapes[1][-1]
+    words = shapes[0][-1]
+    groups = shapes[1][-1]
     bits, rest = divmod(words * WORD, max(groups * group, 1))
     alike = shapes[0][:-1] == shapes[1][:-1] and shapes[1] == shapes[2]
     stacked = STACK in stem and len(shapes[0]) == 3
@@ -197,10 +204,11 @@ def _described(
 
 @dataclass(frozen=True)
 class MlxForm:
-    """How matrices are quantised."""
+    """How the matrices of a model are quantised for MLX."""
 
     bits: int = 4
     group: int = 64
+    library = "mlx"
 
     def check(self) -> None:
         """Check the numbers.
@@ -217,7 +225,7 @@ class MlxForm:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What config.json says about it, under both names that readers look for."""
+        """The settings in config.json, under both names that readers look for."""
         settings = {"group_size": self.group, "bits": self.bits, "mode": "affine"}
         return {"quantization": settings, "quantization_config": settings}
 
@@ -237,34 +245,33 @@ class MlxForm:
             Planned(f"{stem}{BIASES}", tensor.dtype, groups),
         ]
 
+    def quantise(
+        self, tensors: TensorSource, name: str, dtype: np.dtype, pool: Executor
+    ) -> list[np.ndarray]:
+        """Return the words, scales and biases of a matrix.
 
-def quantise(
-    tensors: TensorSource, name: str, form: MlxForm, dtype: np.dtype, pool: Executor
-) -> list[np.ndarray]:
-    """Return the words, scales and biases of a matrix.
+        Raises:
+          CheckpointError: a weight is not finite, or too large for the scales' dtype.
+        """
+        out, into = tensors.shape(name)
+        words = np.empty((out, into * self.bits // WORD), np.uint32)
+        scales = np.empty((out, into // self.group), dtype)
+        biases = np.empty_like(scales)
+        step = max(1, CHUNK // into)
 
-    Raises:
-      CheckpointError: a weight is not finite, or too large for the scales' dtype.
-    """
-    out, into = tensors.shape(name)
-    words = np.empty((out, into * form.bits // WORD), np.uint32)
-    scales = np.empty((out, into // form.group), dtype)
-    biases = np.empty_like(scales)
-    step = max(1, CHUNK // into)
+        def run(start: int) -> None:
+            rows = slice(start, min(start + step, out))
+            values = tensors.read_rows(name, rows).astype(np.float32)
+            words[rows], scales[rows], biases[rows] = quantised(values, self, dtype)
 
-    def run(start: int) -> None:
-        rows = slice(start, min(start + step, out))
-        values = tensors.read_rows(name, rows).astype(np.float32)
-        words[rows], scales[rows], biases[rows] = quantised(values, form, dtype)
-
-    for _ in pool.map(run, range(0, out, step)):
-        pass
-    if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
-        raise CheckpointError(
-            f"{name} holds values that are NaN, infinite or too large for {dtype}; fetch the"
-            " weights again, or choose bfloat16"
-        )
-    return [words, scales, biases]
+        for _ in pool.map(run, range(0, out, step)):
+            pass
+        if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
+            raise CheckpointError(
+                f"{name} holds values that are NaN, infinite or too large for {dtype}; fetch the"
+                " weights again, or choose bfloat16"
+            )
+        return [words, scales, biases]
 
 
 def quantised(
@@ -277,7 +284,8 @@ def quantised(
     """
     most = (1 << form.bits) - 1
     groups = values.reshape(len(values), -1, form.group)
-    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    low = groups.min(axis=-1)
+    high = groups.max(axis=-1)
     below = np.abs(low) > np.abs(high)
     with np.errstate(invalid="ignore", over="ignore"):
         scale = np.maximum((high - low) / most, SMALLEST)

@@ -1,43 +1,37 @@
 """Open any model on disk: its configuration, and its tensors under canonical names."""
 
 import contextlib
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dflash_jax import families
 from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
-from dflash_jax.config import (
-    DrafterConfig,
-    TargetConfig,
-    drafter_config,
-    is_gguf,
-    read_json,
-    target_config,
-    wrong_role,
-)
+from dflash_jax.config import DrafterConfig, TargetConfig, is_gguf, read_json, wrong_role
 from dflash_jax.config.base import id_tuple
 from dflash_jax.config.fields import has_file
-from dflash_jax.converters import adapter, families, orbax_folder
-from dflash_jax.converters.canonical import Canonical, Origin, check
-from dflash_jax.converters.gguf import GgufFile, drafter, open_gguf, target
+from dflash_jax.converters import adapter, orbax_folder
+from dflash_jax.converters.formats.canonical import Canonical, Origin, check
+from dflash_jax.converters.formats.gguf.file import GgufFile, open_gguf
+from dflash_jax.converters.gguf import drafter, target
 from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
 from dflash_jax.converters.hf import (
     ADAPTER,
     ADAPTER_ADVICE,
     ShardedSafetensors,
-    dequantised,
     ignored_index,
     open_directory,
-    quantization,
-    unused_scales,
 )
+from dflash_jax.converters.hf_quantised import dequantised, quantization, unused_scales
 from dflash_jax.converters.load import Params, Progress, lazily, load
-from dflash_jax.converters.names import flax, huggingface, published
+from dflash_jax.converters.names import flax, huggingface, speculators
 from dflash_jax.converters.packed import stored_specs, unpacked_kinds
 from dflash_jax.converters.taps import AUTO
 from dflash_jax.converters.tree_source import CheckpointSource
 from dflash_jax.errors import CheckpointError
+from dflash_jax.families.configs import drafter_config, target_config
 from dflash_jax.model_files import FILES, files_in
 from dflash_jax.quant.layouts import Spec
 
@@ -93,12 +87,20 @@ class StoredModel:
         Raises:
           CheckpointError: the tensors do not fit the configuration, or hold non-finite values.
         """
-        source, origins = self.tensors.source, self.tensors.origins.values()
+        source = self.tensors.source
+        origins = self.tensors.origins.values()
         if isinstance(source, CheckpointSource) and not specs and all(o.whole for o in origins):
             return source.checkpoint.load(dtype)
-        options: dict[str, Any] = {"specs": specs, "native": native, "progress": progress}
         with self._explained():
-            return load(self.tensors, self.config, dtype, where=str(self.path), **options)
+            return load(
+                self.tensors,
+                self.config,
+                dtype,
+                where=str(self.path),
+                specs=specs,
+                native=native,
+                progress=progress,
+            )
 
     def lazily(self, dtype: str, progress: Progress = lambda name, weights: None) -> Params:
         """Return the parameter tree as arrays of `dtype` that are read when they are needed.
@@ -110,11 +112,11 @@ class StoredModel:
             return lazily(self.tensors, self.config, dtype, where=str(self.path), progress=progress)
 
     def stored(self, paths: Collection[str]) -> dict[str, Spec]:
-        """Return how the file packs those of the given parameters that can be used so, by path."""
+        """Return how the file packs parameters, by path, of those `paths` that can be used so."""
         return stored_specs(self.tensors, self.config, paths)
 
     def unpacked_kinds(self, paths: Collection[str], specs: Mapping[str, Spec]) -> frozenset[str]:
-        """Return the quantised types of the given parameters that `specs` do not keep whole."""
+        """Return the quantised types of the parameters at `paths` that `specs` do not keep."""
         return unpacked_kinds(self.tensors, self.config, paths, specs)
 
     def companions(self) -> dict[str, str | Path]:
@@ -157,6 +159,8 @@ def open_model(
     path = Path(path)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} has no configuration; give the folder it lies in")
+    if not path.is_dir() and not is_gguf(path):
+        raise no_model(path)
     if is_checkpoint(path):
         model = _from_checkpoint(path)
     elif is_gguf(path):
@@ -169,6 +173,12 @@ def open_model(
         return model
     tensors, note = adapter.merged(model.tensors, lora)
     return replace(model, tensors=tensors, notes=(*model.notes, note))
+
+
+def no_model(path: Path) -> CheckpointError:
+    """Return the error that a path leads to no folder and no weight file."""
+    state = "is no model" if os.path.lexists(path) else "does not exist"
+    return CheckpointError(f"{path} {state}; give a folder, a checkpoint or a .gguf file")
 
 
 def of_gguf(source: GgufFile, taps: str = AUTO) -> StoredModel:
@@ -186,9 +196,9 @@ def of_gguf(source: GgufFile, taps: str = AUTO) -> StoredModel:
         return StoredModel(
             source.path, "drafter", f"{layout} ({dialect.name})", config, tensors, notes
         )
-    found = target.read_config(source, stop_ids(source.metadata))
-    tensors = target.canonical(source, found)
-    return StoredModel(source.path, "target", layout, found, tensors, source.notes)
+    config = target.read_config(source, stop_ids(source.metadata))
+    tensors = target.canonical(source, config)
+    return StoredModel(source.path, "target", layout, config, tensors, source.notes)
 
 
 def _from_checkpoint(path: Path) -> StoredModel:
@@ -216,8 +226,8 @@ def _from_folder(path: Path, taps: str) -> StoredModel:
     if quantised is not None and (scales := unused_scales(source)):
         notes = (*notes, f"{len(scales)} scales of caches and activations are not used")
     source = dequantised(source, quantised, where=where)
-    if published.is_speculators(fields):
-        fields, read = published.published_fields(fields, where=where, choice=taps)
+    if speculators.is_speculators(fields):
+        fields, read = speculators.published_fields(fields, where=where, choice=taps)
         config = huggingface.owned(source, drafter_config(fields, where))
         tensors = huggingface.drafter(source, config)
         return StoredModel(path, "drafter", "speculators", config, tensors, (read.line(), *notes))
@@ -227,12 +237,12 @@ def _from_folder(path: Path, taps: str) -> StoredModel:
         tensors = huggingface.drafter(source, config)
         return StoredModel(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
     fields["eos_token_id"] = _stop_ids(fields, path)
-    found = target_config(fields, where)
-    tensors = huggingface.target(source, tied=found.tie_embeddings, folder=families.folder(found))
-    if found.tie_embeddings and "lm_head.weight" in tensors.names():
-        found = replace(found, tie_embeddings=False)
+    config = target_config(fields, where)
+    tensors = huggingface.target(source, tied=config.tie_embeddings, folder=families.folder(config))
+    if config.tie_embeddings and "lm_head.weight" in tensors.names():
+        config = replace(config, tie_embeddings=False)
         notes = (*notes, "head: the file's own, though tie_word_embeddings is true: they differ")
-    return StoredModel(path, "target", "Hugging Face", found, tensors, notes)
+    return StoredModel(path, "target", "Hugging Face", config, tensors, notes)
 
 
 def _from_orbax(path: Path, folder: Path) -> StoredModel:
@@ -247,10 +257,10 @@ def _from_orbax(path: Path, folder: Path) -> StoredModel:
     config = target_config(fields, str(path / "config.json"))
     tensors = flax.target(source, config, where=str(path))
     assert tensors is not None  # the source has a library
-    found = orbax_folder.steps(path)
-    steps = f"step {found[-1]}, the last of {len(found)}" if len(found) > 1 else ""
+    steps = orbax_folder.steps(path)
+    notes = (f"step {steps[-1]}, the last of {len(steps)}",) if len(steps) > 1 else ()
     layout = f"{source.written_by.name} (orbax)"
-    return StoredModel(path, "target", layout, config, tensors, (steps,) if steps else ())
+    return StoredModel(path, "target", layout, config, tensors, notes)
 
 
 def _stop_ids(fields: dict[str, Any], path: Path) -> list[int]:

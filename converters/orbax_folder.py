@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.checkpoint import Keys, LazyArray, Leaf, read_arrays, read_leaves, write_arrays
+from dflash_jax.converters.formats.source import Rows, as_rows
 from dflash_jax.converters.names import flax
-from dflash_jax.converters.source import Rows, as_rows
 from dflash_jax.converters.tree_source import KINDS, RecentArrays, leaf
 from dflash_jax.errors import CheckpointError
 
-METADATA = "_METADATA"  # in every folder of arrays that orbax wrote
+METADATA = "_METADATA"  # file that is in every folder of arrays by orbax
 # Where checkpoint managers put arrays.
 ITEMS = ("", "items", "default", "params", "state", "model_params")
 # By library, where its own manager looks for the arrays of step 0, and the path of one of them.
@@ -104,7 +104,7 @@ class OrbaxSource:
         """
         if name in self._arrays:
             return self._arrays[name]
-        return self._read([name])[name]  # of an optimizer's state
+        return self._read([name])[name]  # an array of an optimizer's state
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
         """Return chosen rows as [rows, last axis]."""

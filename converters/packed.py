@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax import families
 from dflash_jax.config import AttentionConfig
-from dflash_jax.converters import families
-from dflash_jax.converters.canonical import Canonical, StoredRows
-from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.formats.canonical import Canonical, StoredRows
+from dflash_jax.converters.formats.gguf.file import GgufFile
+from dflash_jax.converters.formats.quants.stored import FORMATS, format_of, unpack_blocks
+from dflash_jax.converters.formats.quants.types import BY_NAME
+from dflash_jax.converters.formats.slots import Keys, Slot, TensorPart
+from dflash_jax.converters.formats.source import trim_mapped_memory
 from dflash_jax.converters.hf_grouped import PackedSource
-from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
-from dflash_jax.converters.quants.stored import FORMATS, format_of, unpack_blocks
-from dflash_jax.converters.quants.types import BY_NAME
-from dflash_jax.converters.source import give_back
 from dflash_jax.errors import CheckpointError
 from dflash_jax.kernels.native.interleaved import (
     MOVED,
@@ -47,27 +47,27 @@ Fill = Callable[[Slot, Any], np.ndarray]  # reads a parameter in a dtype; None i
 
 
 def stored_specs(
-    found: Canonical, config: AttentionConfig, paths: Collection[str]
+    tensors: Canonical, config: AttentionConfig, paths: Collection[str]
 ) -> dict[str, Spec]:
-    """Return how the file packs those of the given parameters that can be used so, by path."""
-    if not isinstance(found.source, PACKED_SOURCES):
+    """Return how the file packs parameters, by path, of those `paths` that can be used so."""
+    if not isinstance(tensors.source, PACKED_SOURCES):
         return {}
     chosen = {}
     for slot in families.slots(config):
         if (path := "/".join(slot.path)) in paths:
-            kinds = _kinds(found, slot)
+            kinds = _kinds(tensors, slot)
             if any(kinds):
                 chosen[path] = _spec(slot, kinds)
     return chosen
 
 
 def unpacked_kinds(
-    found: Canonical,
+    tensors: Canonical,
     config: AttentionConfig,
     paths: Collection[str],
     specs: Mapping[str, Spec],
 ) -> frozenset[str]:
-    """Return the quantised types of those of the given parameters that are not kept packed.
+    """Return the quantised types of those parameters at `paths` that are not kept packed.
 
     Args:
       specs: how parameters are packed, by path.
@@ -78,16 +78,17 @@ def unpacked_kinds(
             continue
         spec = specs.get(path, (1, ((FLOAT, 0),)))
         packed = [kind for kind, _ in spec[1]]
-        packed *= len(slot.parts) if len(packed) == 1 else 1
+        if len(packed) == 1:
+            packed *= len(slot.parts)
         for part, kind in zip(slot.parts, packed, strict=True):
-            origin = found.origins.get(part.name)
+            origin = tensors.origins.get(part.name)
             if origin is not None and origin.names and not kind:
-                kinds.add(found.kind(part.name))
+                kinds.add(tensors.kind(part.name))
     return frozenset(BETTER_NAMES.get(kind, kind) for kind in kinds - UNQUANTISED)
 
 
 def read(
-    found: Canonical,
+    tensors: Canonical,
     slots: list[Slot],
     specs: Mapping[str, Spec],
     fill: Fill,
@@ -98,24 +99,24 @@ def read(
 
     Args:
       fill: reads parameters that are quantised here or stay float.
-      native: in strips, for the native kernels.
+      native: whether parameters are in strips, for the native kernels.
     """
 
     def one(slot: Slot) -> Packed | Interleaved | Joined:
         how = specs["/".join(slot.path)]
         kinds = [kind for kind, _ in how[1]]
         if slot.stack:
-            return _stack(found, slot, kinds[0])
-        if not _as_stored(found, slot, kinds):
+            return _stack(tensors, slot, kinds[0])
+        if not _as_stored(tensors, slot, kinds):
             floats = fill(slot, np.float32)
             if native and kinds == ["int8"]:
                 return quantise_int8(floats)
             made = pack(floats, how)
             return interleave(made) if native else made
         if len(kinds) == 1:
-            return _uniform(found, slot, kinds[0], native)
+            return _uniform(tensors, slot, kinds[0], native)
         parts = tuple(
-            _alone(found, slot, part, how[0], *kept, fill, native)
+            _alone(tensors, slot, part, how[0], *kept, fill, native)
             for part, kept in zip(slot.parts, how[1], strict=True)
         )
         return Joined(parts, how[0], slot.shape)
@@ -124,21 +125,21 @@ def read(
         return dict(zip((s.path for s in slots), pool.map(one, slots), strict=True))
 
 
-def _kinds(found: Canonical, slot: Slot) -> list[str]:
+def _kinds(tensors: Canonical, slot: Slot) -> list[str]:
     """Return the packed format of each part of a parameter, or the one of a stack, or FLOAT."""
     if not slot.stack:
-        return [_kind(found, part) for part in slot.parts]
+        return [_kind(tensors, part) for part in slot.parts]
     kinds = set()
     for part in slot.parts:
-        pieces = found.pieces(part.name)
-        kinds |= {_kind_of_piece(found, piece, slot.shape[1]) for piece in pieces} or {FLOAT}
+        pieces = tensors.pieces(part.name)
+        kinds |= {_kind_of_piece(tensors, piece, slot.shape[1]) for piece in pieces} or {FLOAT}
     return list(kinds) if len(kinds) == 1 else [FLOAT]
 
 
-def _kind_of_piece(found: Canonical, piece: StoredRows, depth: int) -> str:
-    if isinstance(found.source, PackedSource):
-        return found.source.packed_kind(piece.name) if piece.rows is None else FLOAT
-    return _format(found.source, piece.name, depth)
+def _kind_of_piece(tensors: Canonical, piece: StoredRows, depth: int) -> str:
+    if isinstance(tensors.source, PackedSource):
+        return tensors.source.packed_kind(piece.name) if piece.rows is None else FLOAT
+    return _format(tensors.source, piece.name, depth)
 
 
 def _format(source: Any, name: str, depth: int) -> str:
@@ -146,19 +147,20 @@ def _format(source: Any, name: str, depth: int) -> str:
     return FLOAT if source.has_scale(name) else format_of(source.kind(name), depth)
 
 
-def _kind(found: Canonical, part: TensorPart) -> str:
+def _kind(tensors: Canonical, part: TensorPart) -> str:
     """Return the packed format that holds a tensor exactly, or FLOAT."""
-    if part.name not in found.origins:
+    if part.name not in tensors.origins:
         return FLOAT
-    origin = found.origins[part.name]
+    origin = tensors.origins[part.name]
     if not origin.as_stored:
         return FLOAT
-    if isinstance(found.source, PackedSource):
-        return found.source.packed_kind(origin.name) if origin.whole else FLOAT
-    kind, columns = found.kind(part.name), origin.columns
+    if isinstance(tensors.source, PackedSource):
+        return tensors.source.packed_kind(origin.name) if origin.whole else FLOAT
+    kind = tensors.kind(part.name)
+    columns = origin.columns
     if columns is not None and kind in FORMATS and _moved(columns, kind) is None:
         return FLOAT
-    return _format(found.source, origin.name, part.shape[-1])
+    return _format(tensors.source, origin.name, part.shape[-1])
 
 
 def _moved(columns: np.ndarray, kind: str) -> np.ndarray | None:
@@ -169,10 +171,10 @@ def _moved(columns: np.ndarray, kind: str) -> np.ndarray | None:
     return first // size if np.array_equal(whole, columns) and not (first % size).any() else None
 
 
-def _as_stored(found: Canonical, slot: Slot, kinds: list[str]) -> bool:
+def _as_stored(tensors: Canonical, slot: Slot, kinds: list[str]) -> bool:
     """Return whether the file's codes are used, instead of quantising floats."""
-    stored = isinstance(found.source, PACKED_SOURCES)
-    return stored and {_kind(found, p) for p in slot.parts} == {*kinds}
+    stored = isinstance(tensors.source, PACKED_SOURCES)
+    return stored and {_kind(tensors, p) for p in slot.parts} == {*kinds}
 
 
 def _spec(slot: Slot, kinds: list[str]) -> Spec:
@@ -193,17 +195,17 @@ def _place(slot: Slot, part: TensorPart) -> tuple[int, int]:
     raise CheckpointError(f"{part.name} fills all of {'/'.join(slot.path)}")
 
 
-def _uniform(found: Canonical, slot: Slot, kind: str, native: bool) -> Packed | Interleaved:
+def _uniform(tensors: Canonical, slot: Slot, kind: str, native: bool) -> Packed | Interleaved:
     """Return all parts as one weight, in the order of the parameter's columns."""
     columns = slot.shape[1:]
-    if native and isinstance(found.source, GgufFile):
-        return _interleaved(found, slot, kind)
+    if native and isinstance(tensors.source, GgufFile):
+        return _interleaved(tensors, slot, kind)
     arrays = {
         name: np.empty((rows, *columns), dtype)
         for name, (rows, dtype) in KINDS[kind].arrays(slot.shape[0]).items()
     }
     for part in slot.parts:
-        for name, values in _stored_arrays(found, part, kind).items():
+        for name, values in _stored_arrays(tensors, part, kind).items():
             view = part.view(arrays[name])
             view[...] = values.T.reshape(view.shape)
     flat = {name: a.reshape(len(a), -1) for name, a in arrays.items()}
@@ -211,12 +213,12 @@ def _uniform(found: Canonical, slot: Slot, kind: str, native: bool) -> Packed | 
     return interleave(made) if native else made
 
 
-def _interleaved(found: Canonical, slot: Slot, kind: str) -> Interleaved:
+def _interleaved(tensors: Canonical, slot: Slot, kind: str) -> Interleaved:
     """Return all parts as one weight in strips, moved there from the file."""
     numbers = np.arange(math.prod(slot.shape[1:])).reshape(1, *slot.shape[1:])
     made = empty(kind, slot.shape)
     for part in slot.parts:
-        _move(made, _blocks(found, part), part.view(numbers).reshape(-1), found.kind(part.name))
+        _move(made, _blocks(tensors, part), part.view(numbers).reshape(-1), tensors.kind(part.name))
     _check_finite(made.arrays, "/".join(slot.path))
     return made
 
@@ -224,7 +226,7 @@ def _interleaved(found: Canonical, slot: Slot, kind: str) -> Interleaved:
 def _move(made: Interleaved, blocks: np.ndarray, columns: np.ndarray, type_: str) -> None:
     """Put rows of blocks [n, bytes] in place as columns of a weight in strips."""
     if type_ in MOVED:
-        put_blocks(made, blocks, columns, type_, lambda: give_back(blocks))
+        put_blocks(made, blocks, columns, type_, lambda: trim_mapped_memory(blocks))
         return
     step = max(CHUNK // made.shape[0], 1)
     for start in range(0, len(blocks), step):
@@ -232,35 +234,41 @@ def _move(made: Interleaved, blocks: np.ndarray, columns: np.ndarray, type_: str
         arrays = unpack_blocks(part, type_, made.kind)
         some = columns[start : start + step]
         put_packed(made, Packed(arrays, made.kind, (made.shape[0], len(some))), some)
-        give_back(part)
+        trim_mapped_memory(part)
 
 
-def _stack(found: Canonical, slot: Slot, kind: str) -> Interleaved:
+def _stack(tensors: Canonical, slot: Slot, kind: str) -> Interleaved:
     """Return a stack of experts in strips, moved there from the file."""
     made = empty_stack(kind, slot.shape)
     experts, _, *columns = slot.shape
     numbers = np.arange(experts * math.prod(columns)).reshape(experts, 1, *columns)
     for part in slot.parts:
         places = part.view(numbers).reshape(-1)
-        for piece in found.pieces(part.name):
+        for piece in tensors.pieces(part.name):
             of, own = np.divmod(places[piece.outputs], math.prod(columns))
-            _move_experts(found, piece, made, of, own)
+            _move_experts(tensors, piece, made, of, own)
     _check_finite(made.arrays, "/".join(slot.path))
     return made
 
 
 def _move_experts(
-    found: Canonical, piece: StoredRows, made: Interleaved, experts: np.ndarray, columns: np.ndarray
+    tensors: Canonical,
+    piece: StoredRows,
+    made: Interleaved,
+    experts: np.ndarray,
+    columns: np.ndarray,
 ) -> None:
-    """Put rows of a stored tensor in place, given the expert and the column of each.
+    """Put rows of a stored tensor in place.
 
     Args:
-      experts: ascending.
+      experts, columns: the expert and the column of each row; experts ascend.
     """
-    source = found.source
+    source = tensors.source
     chosen, starts = np.unique(experts, return_index=True)
     for expert, start, stop in zip(chosen, starts, [*starts[1:], len(experts)], strict=True):
-        one, rows, own = made.expert(expert), slice(start, stop), columns[start:stop]
+        one = made.expert(expert)
+        rows = slice(start, stop)
+        own = columns[start:stop]
         if isinstance(source, GgufFile):
             blocks = _chosen(source.raw(piece.name), piece.rows)[rows]
             _move(one, blocks, own, source.kind(piece.name))
@@ -278,7 +286,7 @@ def _chosen(raw: np.ndarray, rows: np.ndarray | range | None) -> np.ndarray:
 
 
 def _alone(
-    found: Canonical,
+    tensors: Canonical,
     slot: Slot,
     part: TensorPart,
     axis: int,
@@ -291,20 +299,21 @@ def _alone(
     shape = (*slot.shape[:axis], width, *slot.shape[axis + 1 :])
     select = tuple(0 if isinstance(s, int) else slice(None) for s in part.select)
     own = Slot(slot.path, shape, (dataclasses.replace(part, select=select),))
-    return _uniform(found, own, kind, native) if kind else fill(own, None)
+    return _uniform(tensors, own, kind, native) if kind else fill(own, None)
 
 
-def _stored_arrays(found: Canonical, part: TensorPart, kind: str) -> Arrays:
+def _stored_arrays(tensors: Canonical, part: TensorPart, kind: str) -> Arrays:
     """Return the packed arrays of a tensor, [rows along D, outputs].
 
     Raises:
       CheckpointError: a scale is not finite.
     """
-    origin, source = found.origins[part.name], found.source
+    origin = tensors.origins[part.name]
+    source = tensors.source
     if isinstance(source, PackedSource):
         arrays = source.packed(origin.name)
     else:
-        arrays = unpack_blocks(_blocks(found, part), found.kind(part.name), kind)
+        arrays = unpack_blocks(_blocks(tensors, part), tensors.kind(part.name), kind)
     _check_finite(arrays, part.name)
     return arrays
 
@@ -317,12 +326,13 @@ def _check_finite(arrays: Arrays, name: str) -> None:
             )
 
 
-def _blocks(found: Canonical, part: TensorPart) -> np.ndarray:
+def _blocks(tensors: Canonical, part: TensorPart) -> np.ndarray:
     """Return a tensor's rows of blocks, [N, bytes]."""
-    origin, source = found.origins[part.name], found.source
+    origin = tensors.origins[part.name]
+    source = tensors.source
     assert isinstance(source, GgufFile)
     raw = _chosen(source.raw(origin.name), origin.rows)
     if origin.columns is not None:
-        type_ = BY_NAME[found.kind(part.name)]
+        type_ = BY_NAME[tensors.kind(part.name)]
         raw = raw.reshape(len(raw), -1, type_.block_bytes)[:, _moved(origin.columns, type_.name)]
     return raw.reshape(len(raw), -1)

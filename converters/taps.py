@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from dflash_jax.errors import CheckpointError, ConfigError
 
-AUTO, RAW, PLUS_ONE = "auto", "zero-based", "one-based"
+AUTO = "auto"
+RAW = "zero-based"
+PLUS_ONE = "one-based"
 CHOICES = (AUTO, RAW, PLUS_ONE)
 
 # Published raw ids. Found where plus-one ids belong, or one higher where raw ids belong, they
@@ -41,7 +43,7 @@ class Taps:
     written: tuple[int, ...]
     source: str  # the key they were written under
     convention: str
-    chosen: bool  # by the user, not by the rules of the dialect
+    chosen: bool  # whether the user chose the numbering, instead of the rules of the dialect
 
     def line(self) -> str:
         """Return one line for a report."""

@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash_jax import families
 from dflash_jax.config import AttentionConfig, TargetConfig, is_gguf
-from dflash_jax.config.family import family_of
-from dflash_jax.converters import families, kept_metadata
-from dflash_jax.converters.gguf import GgufFile, open_gguf
+from dflash_jax.converters import kept_metadata
+from dflash_jax.converters.formats.gguf.file import GgufArray, GgufFile, open_gguf
+from dflash_jax.converters.formats.gguf.writer import stored_keys
 from dflash_jax.converters.gguf.export import SECTIONS
-from dflash_jax.converters.gguf.file import GgufArray
 from dflash_jax.converters.gguf.tokenizer import SPACE
 from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
-from dflash_jax.converters.gguf.writer import stored_keys
 from dflash_jax.converters.models import StoredModel, companions
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.families import family_of
 from dflash_jax.tokenizer import Tokenizer
 
 GEMMA4 = "gemma4"  # the family whose tokenizer merges characters in its own way
@@ -27,17 +27,19 @@ def of_model(model: StoredModel) -> dict[str, Any]:
       ConfigError: the model is no target.
       TokenizerError: its tokenizer has no form in GGUF.
     """
-    config, source = model.config, model.tensors.source
+    config = model.config
+    source = model.tensors.source
     if not isinstance(config, TargetConfig):
         raise ConfigError(f"{model.path} is a drafter; its target has the tokenizer")
     if isinstance(source, GgufFile):
         stored = stored_keys(source.shards[0].header)
         return {key: value for key, value in stored.items() if _kept(key)}
     files = companions(model.path)
-    found = _of_files(files, config, model.path) if "tokenizer.json" in files else {}
-    if sections := families.provided(family_of(config.model_type), "mrope_sections"):
-        found[f"{config.model_type}{SECTIONS}"] = sections(config)
-    return found
+    metadata = _of_files(files, config, model.path) if "tokenizer.json" in files else {}
+    gguf = families.family(config.model_type).gguf
+    if gguf is not None and gguf.mrope_sections is not None:
+        metadata[f"{config.model_type}{SECTIONS}"] = gguf.mrope_sections(config)
+    return metadata
 
 
 def for_drafter(config: AttentionConfig, target: StoredModel) -> dict[str, Any]:
@@ -53,10 +55,10 @@ def for_drafter(config: AttentionConfig, target: StoredModel) -> dict[str, Any]:
         raise ConfigError(
             f"the drafter has {sizes[0]} tokens and {target.path} {sizes[1]}; give its target"
         )
-    found = of_model(target)
-    if "tokenizer.ggml.model" not in found:
+    metadata = of_model(target)
+    if "tokenizer.ggml.model" not in metadata:
         raise CheckpointError(f"{target.path} holds no tokenizer; give a target that does")
-    return found
+    return metadata
 
 
 def of_path(path: Path, config: TargetConfig) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def of_path(path: Path, config: TargetConfig) -> dict[str, Any]:
     raise CheckpointError(f"{path} holds no tokenizer; give a folder or .gguf file that does")
 
 
-def check_belongs(given: Tokenizer | None, model: StoredModel, *, where: Path) -> None:
+def check_belongs(tokenizer: Tokenizer | None, model: StoredModel, *, where: Path) -> None:
     """Check that a tokenizer is not that of another model.
 
     Its ids must be tokens of the model, except those of added tokens, such as Gemma 3's mark of an
@@ -96,15 +98,15 @@ def check_belongs(given: Tokenizer | None, model: StoredModel, *, where: Path) -
       ConfigError: it belongs to another model.
     """
     size = getattr(model.config, "vocab_size", None)
-    if size is None or given is None:
+    if size is None or tokenizer is None:
         return
-    texts = given.core.get_vocab(with_added_tokens=False)
+    texts = tokenizer.core.get_vocab(with_added_tokens=False)
     advice = "give the tokenizer that belongs to it"
     for name in ("bos_token", "eos_token"):
-        at = given.core.token_to_id(given.specials.get(name, ""))
+        at = tokenizer.core.token_to_id(tokenizer.specials.get(name, ""))
         if at is not None and at >= size:
             raise ConfigError(
-                f"the {name} of {where}, {given.specials[name]!r}, has the id {at}, and"
+                f"the {name} of {where}, {tokenizer.specials[name]!r}, has the id {at}, and"
                 f" {model.path} {size} tokens; {advice}"
             )
     if beyond := [text for text, i in texts.items() if i >= size]:
@@ -135,7 +137,7 @@ def _own_texts(model: StoredModel) -> dict[int, str]:
         return {i: spelt(text) for i, text in enumerate(every) if isinstance(text, str)}
     try:
         own = Tokenizer.from_files(model.companions(), where=str(model.path))
-    except CheckpointError:  # damaged, which may be why another is given
+    except CheckpointError:  # damaged, which may be why the user names another
         return {}
     return {i: spelt(text) for text, i in own.core.get_vocab().items()} if own else {}
 

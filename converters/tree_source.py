@@ -8,11 +8,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from dflash_jax import families
 from dflash_jax.checkpoint import BATCH, Checkpoint, Keys, Leaf, Params, batches
 from dflash_jax.config import AttentionConfig
-from dflash_jax.converters import families
-from dflash_jax.converters.names.slots import TensorPart
-from dflash_jax.converters.source import Rows, rows_of_view
+from dflash_jax.converters.formats.slots import TensorPart
+from dflash_jax.converters.formats.source import Rows, rows_of_view
 from dflash_jax.errors import CheckpointError
 
 KINDS = {
@@ -29,18 +29,21 @@ class TreeSource:
 
     def __init__(self, params: Params, config: AttentionConfig):
         self._params = params
-        slots = families.slots(config)
-        found = {slot.path: leaf(params, slot.path) for slot in slots}
-        self._describe({path: _described(x) for path, x in found.items() if x is not None}, config)
+        leaves = {}
+        for slot in families.slots(config):
+            array = leaf(params, slot.path)
+            if array is not None:
+                leaves[slot.path] = _described(array)
+        self._describe(leaves, config)
 
     def _describe(self, leaves: Mapping[Keys, Leaf], config: AttentionConfig) -> None:
         self._parts: dict[str, tuple[TensorPart, Keys]] = {}
         self._leaves = leaves
         lines = []
         for slot in families.slots(config):
-            found = leaves.get(slot.path)
-            if found is None or found.shape != slot.shape:
-                said = "missing" if found is None else f"of shape {list(found.shape)}"
+            stored = leaves.get(slot.path)
+            if stored is None or stored.shape != slot.shape:
+                said = "missing" if stored is None else f"of shape {list(stored.shape)}"
                 lines.append(f"{'/'.join(slot.path)} is {said}, expected {list(slot.shape)}")
                 continue
             self._parts.update({part.name: (part, slot.path) for part in slot.parts})

@@ -13,7 +13,6 @@ from dflash_jax.version import __version__
 TYPE_CHECKING = False  # as `typing` has it, whose import takes longer than the rest of this file
 if TYPE_CHECKING:
     from dflash_jax.config import DrafterConfig, TargetConfig
-    from dflash_jax.config.family import register
     from dflash_jax.engine.engine import Engine, RequestHandle
     from dflash_jax.engine.request import CancelCell
     from dflash_jax.engine.result import Piece, Result, RoundTrace, Stats
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestError,
     )
+    from dflash_jax.families import register
     from dflash_jax.graph import Graph, Pair
     from dflash_jax.graph.export import load_exported
     from dflash_jax.loading import load, load_target
@@ -85,7 +85,7 @@ __all__ = [
 # Names are imported on first use, so that `dflash-jax --help` does not wait for JAX.
 _MODULES = {
     "config": ("DrafterConfig", "TargetConfig"),
-    "config.family": ("register",),
+    "families": ("register",),
     "plan": ("Plan",),
     "engine.engine": ("Engine", "RequestHandle"),
     "engine.state_machine": ("Recovery",),

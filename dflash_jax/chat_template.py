@@ -53,11 +53,11 @@ def templates_of(
     return chosen
 
 
-def _named(given: Any) -> dict[str, Any]:
+def _named(templates: Any) -> dict[str, Any]:
     """Return templates by name; older files have a list of them."""
-    if isinstance(given, list):
-        return {entry["name"]: entry["template"] for entry in given}
-    return {} if given is None else {"default": given}
+    if isinstance(templates, list):
+        return {entry["name"]: entry["template"] for entry in templates}
+    return {} if templates is None else {"default": templates}
 
 
 def calls_of(message: Message) -> list[Any]:
@@ -107,7 +107,7 @@ class CallForm(NamedTuple):
     """How a template takes calls.
 
     Attributes:
-      content: of a turn without text: None, or "" if the template rejects or prints None.
+      content: content of a turn without text: None, or "" if the template rejects or prints None.
       as_text: arguments are JSON text, not objects.
       short_ids: ids have nine characters, as Mistral's.
     """
@@ -132,14 +132,18 @@ class CallForm(NamedTuple):
 
     def _arguments(self, function: dict[str, Any]) -> Any:
         """Return the arguments of a function as an object, or as text."""
-        given = function["arguments"]
+        arguments = function["arguments"]
         if self.as_text:
-            return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        if isinstance(given, str):  # as OpenAI's API writes them
+            return (
+                arguments
+                if isinstance(arguments, str)
+                else json.dumps(arguments, ensure_ascii=False)
+            )
+        if isinstance(arguments, str):  # OpenAI's API writes texts
             with contextlib.suppress(ValueError, RecursionError):
-                value = json.loads(given)
-                return value if isinstance(value, dict) else given
-        return given
+                value = json.loads(arguments)
+                return value if isinstance(value, dict) else arguments
+        return arguments
 
 
 def short_id(call_id: Any) -> str:
@@ -243,7 +247,8 @@ class ChatFormat:
     def __init__(
         self, template: str | None, tool_template: str | None, specials: Mapping[str, str]
     ):
-        self._template, self._tool_template = template, tool_template
+        self._template = template
+        self._tool_template = tool_template
         self._specials = specials
         self._takes_parts: dict[tuple[str, str], bool] = {}  # by template and role
 
@@ -263,7 +268,10 @@ class ChatFormat:
         if most_calls > 1 and self._takes_one_call:
             plain = [self.plain(message) for message in one_call_each(plain)]
         if most_calls and self._drops_calls_after_text:
-            plain = [self.plain(turn) for message in plain for turn in text_and_calls(message)]
+            turns: list[Message] = []
+            for message in plain:
+                turns += text_and_calls(message)
+            plain = [self.plain(turn) for turn in turns]
         if most_calls or any(message.get("role") == "tool" for message in plain):
             plain = [self._call_form.applied(message) for message in plain]
         return self._render(plain, **variables)
@@ -323,12 +331,14 @@ class ChatFormat:
         if text is None:
             return math.inf
         written = str(call_of(PROBE, "")["function"]["arguments"])  # Python's notation
-        return 100 * (PROBE not in text) + 10 * text.count(written) + text.count("None")
+        harm = 10 * text.count(written) + text.count("None")
+        return harm if PROBE in text else harm + 100
 
     @functools.cached_property
     def _takes_one_call(self) -> bool:
         """Whether the template supports a turn with one call, but not one with two."""
-        first, second = "first-value", "second-value"
+        first = "first-value"
+        second = "second-value"
         alone, both = (
             self._with_calls(self._call_form, values, answered=True) or ""
             for values in ([first], [first, second])
@@ -360,7 +370,8 @@ class ChatFormat:
     @functools.cached_property
     def _part_separator(self) -> str:
         """Separator that the template puts between two parts of a content."""
-        first, second = "\ue000", "\ue001"
+        first = "\ue000"
+        second = "\ue001"
         parts = [{"type": "text", "text": text} for text in (first, second)]
         try:
             text = self._render([{"role": "user", "content": parts}])
@@ -383,12 +394,13 @@ class ChatFormat:
         self, template: str, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> str:
         defaults: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
-        given = {**self._specials, **variables, "messages": messages}
-        return rendered(template, defaults | given)
+        supplied = {**self._specials, **variables, "messages": messages}
+        return rendered(template, defaults | supplied)
 
     def _formed(self, message: Message, template: str) -> Message:
         """Return a message with its text as a list of parts if the template reads no text."""
-        content, role = message.get("content"), message.get("role")
+        content = message.get("content")
+        role = message.get("role")
         if not isinstance(content, str) or not isinstance(role, str):
             return message
         if (key := (template, role)) not in self._takes_parts:

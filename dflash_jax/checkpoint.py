@@ -1,6 +1,8 @@
 """The checkpoint format of dflash_jax.
 
-    NAME/checkpoint.json   the config; shapes, dtypes, file sizes and checksums
+ Compressing weights takes longer than writing them, and saves little.
+    options: dict.*?
+NAME/checkpoint.json   the config; shapes, dtypes, file sizes and checksums
     NAME/weights/          the parameter tree, written by orbax
     NAME/tokenizer.json    and other files that belong to the model
 
@@ -27,9 +29,9 @@ import ml_dtypes
 import numpy as np
 
 from dflash_jax.config import ALWAYS_FLOAT32, AttentionConfig
-from dflash_jax.config.family import config_classes
 from dflash_jax.config.fields import has_file
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.families import config_classes
 from dflash_jax.utils.atomic import MANIFEST, copy_companions, new_path
 from dflash_jax.utils.command import uninterrupted
 
@@ -37,7 +39,8 @@ Params = dict[str, Any]
 Keys = tuple[str, ...]  # path of a leaf
 
 WEIGHTS = "weights"
-FORMAT, VERSION = "dflash_jax checkpoint", 1
+FORMAT = "dflash_jax checkpoint"
+VERSION = 1
 FLOATS = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -82,7 +85,7 @@ class Checkpoint:
     path: Path
     config: AttentionConfig
     leaves: Mapping[Keys, Leaf]
-    checksums: Mapping[str, int]  # of the files below `weights`
+    checksums: Mapping[str, int]  # checksums of the files below `weights`
 
     def load(self, dtype: str | None = None) -> Params:
         """Return the parameter tree as NumPy arrays, floating-point ones cast to `dtype` if given.
@@ -94,10 +97,10 @@ class Checkpoint:
           ConfigError: the dtype is unknown.
         """
         self.verify()
-        found: dict[Keys, np.ndarray] = {}
+        arrays: dict[Keys, np.ndarray] = {}
         for batch in batches(self.leaves):
-            found |= self.read(batch, dtype)
-        return _nested(found)
+            arrays |= self.read(batch, dtype)
+        return _nested(arrays)
 
     def read(self, chosen: Iterable[Keys], dtype: str | None = None) -> dict[Keys, np.ndarray]:
         """Return some parameters by path, after `verify`; see `load`."""
@@ -110,7 +113,8 @@ class Checkpoint:
                 f"{self.path / WEIGHTS} cannot be read ({reason}); convert the model again"
             ) from error
         for keys, kind in wanted.items():
-            array, leaf = leaves.get(keys), self.leaves[keys]
+            array = leaves.get(keys)
+            leaf = self.leaves[keys]
             there = isinstance(array, np.ndarray)  # orbax leaves numbers for missing ones
             if not there or array.shape != leaf.shape or array.dtype != kind:
                 said = f"{array.dtype} {list(array.shape)}" if there else "missing"
@@ -129,8 +133,8 @@ class Checkpoint:
         files = list(self.checksums)
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
             sums = pool.map(checksum, [self.path / WEIGHTS / name for name in files])
-            for name, found in zip(files, sums, strict=True):
-                if found != self.checksums[name]:
+            for name, actual in zip(files, sums, strict=True):
+                if actual != self.checksums[name]:
                     raise CheckpointError(
                         f"{self.path / WEIGHTS / name} is damaged (its checksum is wrong); copy"
                         " the checkpoint again or convert the model again"
@@ -148,7 +152,8 @@ def batches(leaves: Mapping[K, Leaf]) -> Iterator[list[K]]:
         nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
         if batch and size + nbytes > BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(name)
         size += nbytes
     if batch:
@@ -175,7 +180,7 @@ def save(
     """Write a checkpoint to `path`, completely or not at all.
 
     Args:
-      params: the parameter tree of `config`, with weights in any `Plan.weight_layout`.
+      params: the parameter tree of `config`, with weights in any layout.
       companions: other files of the model by name, as texts or as paths to copy.
 
     Raises:
@@ -263,7 +268,7 @@ def write(
             f"parameters of {', '.join(unknown)}; expected {', '.join(DTYPES)}: packed ones cannot"
             " be saved, load the model with weights='float'"
         )
-    files = write_arrays(place / WEIGHTS, arrays)
+    write_arrays(place / WEIGHTS, arrays)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -272,15 +277,13 @@ def write(
             {"path": list(keys), "shape": list(a.shape), "dtype": str(a.dtype)}
             for keys, a in arrays.items()
         ],
-        "files": files,
+        "files": stored_files(place / WEIGHTS),
     }
     (place / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-def write_arrays(
-    folder: Path, arrays: Mapping[Keys, np.ndarray | LazyArray]
-) -> dict[str, dict[str, int]]:
-    """Write arrays with orbax, one at a time, and return its files' sizes and checksums by name.
+def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray | LazyArray]) -> None:
+    """Write arrays with orbax, one at a time.
 
     Of several processes of JAX, only the one that calls this takes part. Ctrl-C takes effect
     between two arrays: orbax cannot be stopped, and its threads would continue in the background.
@@ -288,6 +291,10 @@ def write_arrays(
     """
     with uninterrupted() as arrived, ThreadPoolExecutor(1, "checkpoint") as pool:
         pool.submit(_save, folder, arrays, arrived).result()
+
+
+def stored_files(folder: Path) -> dict[str, dict[str, int]]:
+    """Return the sizes and checksums of the files in a folder, by name."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     return {
         file.relative_to(folder).as_posix(): {
@@ -368,7 +375,7 @@ def read_arrays(
     """Return arrays that orbax wrote as a tree; a dtype of None keeps the stored one.
 
     Args:
-      dtypes: of the arrays by path, which are all of the folder unless `partial`.
+      dtypes: dtypes of the arrays by path, which are all of the folder unless `partial`.
     """
     import orbax.checkpoint as ocp
 
@@ -411,7 +418,8 @@ def _reader() -> Iterator[Any]:
 def _quiet() -> Iterator[None]:
     """Silence absl's log, to which orbax also logs errors that it raises."""
     log = logging.getLogger("absl")
-    before, log.disabled = log.disabled, True
+    before = log.disabled
+    log.disabled = True
     try:
         yield
     finally:

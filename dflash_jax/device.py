@@ -9,8 +9,8 @@ import jax
 
 from dflash_jax.errors import PlanError
 
-MEMORY = Path("/proc/meminfo")  # of a Linux host
-GROUP = Path("/sys/fs/cgroup")  # of a Linux container
+MEMORY = Path("/proc/meminfo")  # memory of a Linux host
+GROUP = Path("/sys/fs/cgroup")  # limits of a Linux container
 
 
 def default_device() -> jax.Device:

@@ -11,13 +11,14 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.errors import RequestError
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import jit
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.nn.layers import Watched
 from dflash_jax.plan import LEAST
 from dflash_jax.quant.layouts import MATRIX, STACK
 from dflash_jax.target_model import TargetModel
+from dflash_jax.tokenizer import Tokenizer
 
-SEPARATOR = "/"  # of paths
+SEPARATOR = "/"  # between the parts of a path
 
 
 class Inputs(NamedTuple):
@@ -57,19 +58,33 @@ def measure(
     return total
 
 
+def chunks_of(tokenizer: Tokenizer, text: str, size: int) -> list[list[int]]:
+    """Return a text in chunks of `size` tokens, each with the tokenizer's start tokens before it.
+
+    Models that were trained with a start token have other inputs without one. What is left of the
+    text after the last whole chunk is left out.
+    """
+    whole = tokenizer.encode(text)
+    body = tokenizer.encode(text, specials=False)
+    start = next(at for at in range(len(whole) + 1) if whole[at : at + len(body)] == body)
+    step = size - start
+    ends = range(step, len(body) + 1, step)
+    return [whole[:start] + body[end - step : end] for end in ends]
+
+
 def _inputs(
     model: TargetModel, watched: frozenset[str], params: dict[str, Any], ids: Int[Array, "1 T"]
 ) -> dict[str, Inputs]:
     """Run a chunk of tokens, and return the inputs of matrices."""
-    found: dict[str, Inputs] = {}
+    inputs: dict[str, Inputs] = {}
 
     def wrap(path: Any, leaf: Any) -> Any:
         name = SEPARATOR.join(str(key.key) for key in path)
 
         def watch(squares: Float[Array, "*E D"], tokens: Float[Array, "*E"]) -> None:
-            found[name] = Inputs(squares, tokens)
+            inputs[name] = Inputs(squares, tokens)
 
         return Watched(leaf, watch) if name in watched else leaf
 
     model.apply(jax.tree_util.tree_map_with_path(wrap, params), ids)
-    return found
+    return inputs

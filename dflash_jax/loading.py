@@ -25,7 +25,7 @@ from dflash_jax.graph.placement import mesh_of, param_shardings, place
 from dflash_jax.graph.resolve import resolve_here, wide_block
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.kernels.products import set_weight_layout
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.plan import LEAST, Dtype, Plan, ResolvedPlan
 from dflash_jax.quant.layouts import LAID_OUT, STACK, Spec
 from dflash_jax.target_model import TargetModel
@@ -100,8 +100,14 @@ def load(
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {plan!r}; expected None, or a dj.Plan(...)")
     use_compilation_cache(compilation_cache)
-    chosen: dict[str, Any] = {"layer_ids": layer_ids, "tokenizer": tokenizer, "lora": lora}
-    pair = open_pair(target, drafter, taps_at=plan.taps_at, **chosen)
+    pair = open_pair(
+        target,
+        drafter,
+        layer_ids=layer_ids,
+        taps_at=plan.taps_at,
+        lora=lora,
+        tokenizer=tokenizer,
+    )
     if note := pair.wide_block(plan.block):
         warnings.warn(note, stacklevel=2)
     engine = pair.engine(plan, progress=is_shown(progress))
@@ -191,7 +197,9 @@ class OpenPair:
 
     def _engine(self, plan: Plan, *, progress: bool) -> Engine:
         graph = Graph(self.pair, self.planned(plan))
-        plan, params, mesh = graph.plan, self.weights(graph.plan), mesh_of(graph)
+        plan = graph.plan
+        params = self.weights(graph.plan)
+        mesh = mesh_of(graph)
         where = None if mesh is None else param_shardings(mesh, params, graph.model_axes)
         params = params if plan.two_devices else place(params, where)
         return Engine(graph, params, tokenizer=self.tokenizer, progress=progress)
@@ -211,13 +219,13 @@ class OpenPair:
 
     def weights(self, plan: ResolvedPlan) -> dict[str, Any]:
         """Return the weights of both models by role, as a completed plan stores them."""
-        native = plan.weight_layout == "interleaved"
+        native = plan.kernels == "native"
         params: dict[str, Any] = {"drafter": {}} if self.ngram else {}
         params |= {
             role: model.load(plan.dtype, specs=self._specs(plan, role), native=native)
             for role, model in self._models.items()
         }
-        set_weight_layout(params, plan.weight_layout, self._forms)
+        set_weight_layout(params, self._forms, native=native)
         return params
 
     def with_stored(self, plan: Plan) -> Plan:
@@ -233,7 +241,8 @@ class OpenPair:
 
     def _specs(self, plan: ResolvedPlan, role: str) -> dict[str, Spec]:
         """Return how a completed plan packs the parameters of one model, by path."""
-        specs, start = PlannedPair(self.pair, plan).specs.items(), role + "/"
+        specs = PlannedPair(self.pair, plan).specs.items()
+        start = role + "/"
         return {path.removeprefix(start): how for path, how in specs if path.startswith(start)}
 
     def _unpacked(self, plan: ResolvedPlan) -> str:
@@ -251,8 +260,8 @@ class OpenPair:
 
     def _paths(self, role: str, forms: Collection[str]) -> frozenset[str]:
         """Return the paths of a model's weights that are declared to have one of the forms."""
-        found = [path.split("/", 1) for path, form in self._forms.items() if form in forms]
-        return frozenset(path for of, path in found if of == role)
+        split_paths = [path.split("/", 1) for path, form in self._forms.items() if form in forms]
+        return frozenset(path for of, path in split_paths if of == role)
 
     @property
     def _models(self) -> dict[str, OpenModel]:
@@ -282,8 +291,8 @@ def open_pair(
     for opened in filter(None, (model, drafter_model)):
         if opened.warning:
             warnings.warn(opened.warning, stacklevel=3)
-    found = _tokenizer(model, target_path, tokenizer)
-    pair = OpenPair(model, drafter_model, found, ngram=drafter == NGRAM)
+    chosen_tokenizer = _tokenizer(model, target_path, tokenizer)
+    pair = OpenPair(model, drafter_model, chosen_tokenizer, ngram=drafter == NGRAM)
     target_config, drafter_config = pair.configs
     if drafter_config:
         check_pair(target_config, drafter_config, taps_at=taps_at)
@@ -291,18 +300,18 @@ def open_pair(
 
 
 @release_freed()  # reading tokenizer.json takes ten times its size
-def _tokenizer(model: "StoredModel", path: Path, given: Source | None) -> Tokenizer | None:
+def _tokenizer(model: "StoredModel", path: Path, source: Source | None) -> Tokenizer | None:
     """Return the tokenizer of the given folder, which has to fit the model, or the model's own."""
-    tokenizer = _read_tokenizer(model, path, given)
+    tokenizer = _read_tokenizer(model, path, source)
     if tokenizer and tokenizer.hides_content:
         note = f"the chat template of {path} leaves out the user's messages; use another"
         warnings.warn(note, stacklevel=4)
     return tokenizer
 
 
-def _read_tokenizer(model: "StoredModel", path: Path, given: Source | None) -> Tokenizer | None:
-    if given is not None:
-        folder = locate(given, "target" if str(given) == SHIPPED else "tokenizer")
+def _read_tokenizer(model: "StoredModel", path: Path, source: Source | None) -> Tokenizer | None:
+    if source is not None:
+        folder = locate(source, "target" if str(source) == SHIPPED else "tokenizer")
         tokenizer = Tokenizer.from_directory(folder)
         if tokenizer is None:
             raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")
@@ -373,7 +382,8 @@ def load_target(
     use_compilation_cache(compilation_cache)
     from dflash_jax.converters.models import open_model
 
-    path, shown = locate(source, "target"), is_shown(progress)
+    path = locate(source, "target")
+    shown = is_shown(progress)
     model = open_model(path, role="target", lora=_adapter(lora))
     if model.warning:
         warnings.warn(model.warning, stacklevel=2)

@@ -11,7 +11,7 @@ FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "chat_template.json",  # of multimodal processors
+    "chat_template.json",  # templates of multimodal processors
 )
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of named templates
 
@@ -22,8 +22,8 @@ def files_in(directory: Path, names: Iterable[str] = FILES) -> dict[str, str | P
     Whoever reads or copies such files gets them here.
 
     Args:
-      directory: of the model.
-      names: of the files; those that are missing are left out.
+      directory: folder of the model.
+      names: names of the files; those that are missing are left out.
 
     Raises:
       CheckpointError: one of them is no file, or a link to another file outside of the model.

@@ -7,21 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.config import (
-    ALWAYS_FLOAT32,
-    DrafterConfig,
-    TargetConfig,
-    check_pair,
-    paired,
-    read_drafter_config,
-    read_target_config,
-)
+from dflash_jax.config import ALWAYS_FLOAT32, DrafterConfig, TargetConfig, check_pair, paired
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
+from dflash_jax.families.configs import read_drafter_config, read_target_config
 from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.kernels.products import set_weight_layout
-from dflash_jax.models import build_graph
+from dflash_jax.networks import build_graph
 from dflash_jax.plan import LEAST, Plan
 from dflash_jax.quant.layouts import pack_tree
 
@@ -45,7 +38,7 @@ def random_engine(
       target: a configuration, or a folder with a config.json in the format of Hugging Face.
       drafter: the same for a drafter; None for none.
       plan: choices that differ from the defaults.
-      seed: of the weights.
+      seed: seed of the weights.
 
     Raises:
       ConfigError: a configuration is not supported or missing, or the two do not match.
@@ -62,12 +55,12 @@ def random_engine(
     return engine(build_graph(target, drafter, plan), seed=seed)
 
 
-def _folder(given: Folder) -> Path:
+def _folder(source: Folder) -> Path:
     """Return the folder of a configuration."""
-    if not isinstance(given, str | os.PathLike):
+    if not isinstance(source, str | os.PathLike):
         kinds = "a dj.TargetConfig or dj.DrafterConfig, or a folder with a config.json"
-        raise ConfigError(f"the configuration is {given!r}; expected {kinds}")
-    path = Path(given).expanduser()
+        raise ConfigError(f"the configuration is {source!r}; expected {kinds}")
+    path = Path(source).expanduser()
     return path.parent if path.name == "config.json" else path
 
 
@@ -75,7 +68,7 @@ def engine(graph: Graph, *, seed: int = 0) -> Engine:
     """Return an engine with random weights for a graph."""
     plan = graph.plan
     packed = pack_tree(random_params(graph.pair, dtype=plan.dtype, seed=seed), graph.specs)
-    set_weight_layout(packed, plan.weight_layout, graph.forms)
+    set_weight_layout(packed, graph.forms, native=plan.kernels == "native")
     return Engine(graph, jax.device_put(packed))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.engine import Engine, RequestHandle
@@ -73,7 +74,8 @@ class Sampler:
             raise ConfigError(f"{type(config).__name__} is no config of a target of ours")
         if tokenizer is None and engine.tokenizer is None:
             raise ConfigError("the engine has no tokenizer; give the one of Tunix's trainer")
-        self.engine, self.config = engine, config
+        self.engine = engine
+        self.config = config
         self.tokenizer = tokenizer
         self._random = np.random.default_rng(seed)
         if rollout_actor is not None:
@@ -96,7 +98,8 @@ class Sampler:
         """Return the ids of a text, with the start token."""
         if self.tokenizer is None and self.engine.tokenizer is not None:
             return self.engine.tokenizer.encode(input_string)
-        ids, start = [*self.tokenizer.encode(input_string)], self.tokenizer.bos_id()
+        ids = [*self.tokenizer.encode(input_string)]
+        start = self.tokenizer.bos_id()
         return [start, *ids] if start and ids[:1] != [start] else ids
 
     def __call__(
@@ -121,53 +124,69 @@ class Sampler:
           RequestError: an option is unknown or not supported, or a prompt is too long.
         """
         texts = [input_strings] if isinstance(input_strings, str) else [*input_strings]
-        given = SamplerOptions(**_known(options))
-        given.refuse_unsupported()
-        prompts = [self.tokenize(text) for text in texts for _ in range(given.multi_sampling)]
-        longest = max(map(len, prompts), default=0)
-        length = max_prompt_length or longest
-        if longest > length:
-            raise RequestError(f"a prompt has {longest} tokens; expected {length} or fewer")
-        ends = [*(given.eos_tokens or (self.eos_id(),))]
-        seeds = self._seeds(given.seed, len(prompts))
+        chosen = SamplerOptions(**_known(options))
+        chosen.refuse_unsupported()
+        prompts: list[list[int]] = []
+        for text in texts:
+            prompts += [self.tokenize(text)] * chosen.multi_sampling
+        padded = self._padded(prompts, max_prompt_length)
+        ends = [*(chosen.eos_tokens or (self.eos_id(),))]
+        seeds = self._seeds(chosen.seed, len(prompts))
         requests = [
             {
                 "prompt": prompt,
                 "max_tokens": max_generation_steps,
-                "temperature": float(given.temperature),
-                "top_p": 1.0 if given.top_p is None else given.top_p,
-                "top_k": given.top_k or 0,
+                "temperature": float(chosen.temperature),
+                "top_p": 1.0 if chosen.top_p is None else chosen.top_p,
+                "top_k": chosen.top_k or 0,
                 "stop_token_ids": ends,
                 "seed": seed,
-                "logprobs": 0 if given.return_logprobs else None,
+                "logprobs": 0 if chosen.return_logprobs else None,
             }
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         results = self._answers(requests)
-        padded = np.full((len(prompts), length), self.pad_id(), np.int32)
-        for row, prompt in zip(padded, prompts, strict=True):
-            row[length - len(prompt) :] = prompt
         tokens = [self._without_end(result.token_ids, ends) for result in results]
         logprobs = [
             [0.0 if x.logprob is None else x.logprob for x in (result.logprobs or ())[: len(ids)]]
             for result, ids in zip(results, tokens, strict=True)
         ]
         arrays = [np.asarray(ids, np.int32) for ids in tokens]
-        if given.pad_output:
+        if chosen.pad_output:
             pads = [(0, max_generation_steps - len(ids)) for ids in tokens]
             fill = self.pad_id()
             arrays = [
                 np.pad(x, pad, constant_values=fill) for x, pad in zip(arrays, pads, strict=True)
             ]
-            logprobs = [x + [0.0] * pad[1] * bool(x) for x, pad in zip(logprobs, pads, strict=True)]
+            logprobs = [
+                x + [0.0] * pad[1] if x else [] for x, pad in zip(logprobs, pads, strict=True)
+            ]
         tokenizer: Any = self.tokenizer or self.engine.tokenizer
         return Rollouts(
             text=[tokenizer.decode(ids) for ids in tokens],
             logits=None,
             tokens=arrays,
             padded_prompt_tokens=padded,
-            logprobs=logprobs if given.return_logprobs else None,
+            logprobs=logprobs if chosen.return_logprobs else None,
         )
+
+    def _padded(
+        self, prompts: Sequence[Sequence[int]], length: int | None
+    ) -> Int[np.ndarray, "N T"]:
+        """Return prompts that are padded before their first token, to the longest by default.
+
+        Raises:
+          RequestError: a prompt is longer than `length`.
+        """
+        longest = max(map(len, prompts), default=0)
+        if length is None or length == 0:
+            length = longest
+        if longest > length:
+            raise RequestError(f"a prompt has {longest} tokens; expected {length} or fewer")
+        padded = np.full((len(prompts), length), self.pad_id(), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[length - len(prompt) :] = prompt
+        return padded
 
     # Members of a rollout worker
     def generate(self, prompts: list[str], rollout_config: Any, **options: Any) -> Rollouts:
@@ -190,8 +209,9 @@ class Sampler:
           completion_tokens: ids [B, C], padded on the right.
         """
         pad = self.pad_id()
-        found = np.zeros(np.shape(completion_tokens), np.float32)
-        requests, lengths = [], []
+        logprobs = np.zeros(np.shape(completion_tokens), np.float32)
+        requests = []
+        lengths = []
         for left, right in zip(
             np.asarray(prompt_tokens), np.asarray(completion_tokens), strict=True
         ):
@@ -200,10 +220,10 @@ class Sampler:
             answer = answer if (right != pad).any() else []
             lengths.append(len(answer))
             requests.append({"prompt": prompt + answer, "max_tokens": 1, "prompt_logprobs": 0})
-        for row, length, result in zip(found, lengths, self._answers(requests), strict=True):
+        for row, length, result in zip(logprobs, lengths, self._answers(requests), strict=True):
             values = [x.logprob or 0.0 for x in result.prompt_logprobs or ()]
             row[:length] = values[len(values) - length :]
-        return jnp.asarray(found)
+        return jnp.asarray(logprobs)
 
     def update_params(self, params: Any, filter_types: Any = None) -> None:
         """Give the engine the parameters of a policy; compiles nothing.
@@ -266,8 +286,8 @@ class Sampler:
         return [int(x) for x in random.integers(0, 2**63, count)]
 
     def _without_end(self, ids: list[int], ends: list[int]) -> list[int]:
-        found = {*ends, *self.config.eos_token_ids}
-        return ids[:-1] if ids and ids[-1] in found else ids
+        end_ids = {*ends, *self.config.eos_token_ids}
+        return ids[:-1] if ids and ids[-1] in end_ids else ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,185 +1,202 @@
-"""The options of a server, declared as those of a plan are.
+"""The options of a server: flags of `dflash-jax serve`, which its file and Ray take by name.
 
-Flags of `dflash-jax serve` and keys of Ray applications are derived from the declarations. This
-module never imports JAX, so that a command can check options before JAX starts.
+This module never imports JAX, so that a command can check options before JAX starts.
 """
 
 import dataclasses
-import re
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
-from dflash_jax.declared import Field, unknown_names
+from dflash_jax.declared import Declared, Texts, declare, document, sentences, unknown_names
+from dflash_jax.engine.sampling_params import MAX_INT, MAX_TEMPERATURE
 from dflash_jax.errors import CheckpointError, RequestError
-from dflash_jax.plan import FIELDS as PLAN_FIELDS
 from dflash_jax.plan import Plan
+from dflash_jax.utils.addresses import split_address
 from dflash_jax.utils.sources import check_exists
 
 PREFIX_CACHE = 2**28  # bytes; every turn of a conversation extends the last
 DEFAULT_PLAN = Plan(prefix_cache=PREFIX_CACHE)
-Texts = tuple[str, ...]
-
-
-def serve_field(default: Any, help: str, **info: Any) -> Any:
-    """Return a dataclass field with a default and the declaration of the other arguments."""
-    return dataclasses.field(default=default, metadata={"serve": Field(help=help, **info)})
 
 
 # fmt: off
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Options of `dflash-jax serve`; the plan is that of each model, with its own queue.
+class ServeOptions(Declared):
+    """Options of `dflash-jax serve`; the plan is that of each model, with its own queue."""
 
-    Raises:
-      RequestError: a value is wrong, or options contradict each other.
-    """
+    _error = RequestError
+    _noun = "option of `dflash-jax serve`"
 
     plan: Plan = DEFAULT_PLAN
-    config: str | None = serve_field(
+    config: str | None = declare(
         None,
         "TOML file with options by the names of their flags, and tables of models, aliases and API"
         " keys; other flags replace what it says",
         metavar="FILE",
     )
-    report_drafts: bool | None = None  # of the plan; None where a page shows them
-    target: str = serve_field(
+    report_drafts: bool | None = declare(
+        None, "report drafts as the plan's field does; by default where there is a web page"
+    )
+    target: str = declare(
         "tiny", "directory, .gguf file, hub id, 'smollm2', or 'tiny' (default)",
     )
-    drafter: str = serve_field(
+    drafter: str = declare(
         "own",
         "directory, .gguf file or hub id; 'auto' for the one published for the target, 'ngram'"
         " for drafts from the text itself, 'none' for none (default: the shipped target's own)",
     )
-    layer_ids: Literal["auto", "zero-based", "one-based"] = serve_field(
+    layer_ids: Literal["auto", "zero-based", "one-based"] = declare(
         "auto", "how the drafter's file numbers target layers, where that is ambiguous",
     )
-    lora: str | None = serve_field(
+    lora: str | None = declare(
         None, "PEFT adapter that is added to the target's weights", metavar="DIR",
     )
-    tokenizer: str | None = serve_field(
+    tokenizer: str | None = declare(
         None, "folder with tokenizer.json, where the target's own cannot be used", metavar="DIR",
     )
-    host: str = serve_field(
+    host: str = declare(
         "127.0.0.1", "default: 127.0.0.1; 0.0.0.0 listens on every interface",
     )
-    port: int = serve_field(8000, "default: 8000; 0 takes a free one", maximum=2**16 - 1)
-    metrics_port: int | None = serve_field(
+    port: int = declare(8000, "default: 8000; 0 takes a free one", maximum=2**16 - 1)
+    metrics_port: int | None = declare(
         None,
         "another port of the same host for /metrics, /health and /ready, which need no key there;"
         " the other one has no /metrics then (0 takes a free one)",
-        maximum=2**16 - 1, metavar="PORT",
+        maximum=2**16 - 1, metavar="PORT", rare=True,
     )
-    name: str | None = serve_field(None, "the first model's name; its target's by default")
-    model: Texts = serve_field(
+    name: str | None = declare(None, "the first model's name; its target's by default")
+    model: Texts = declare(
         (), "another pair to serve; requests choose models by name (repeatable)",
         metavar="NAME=TARGET[,DRAFTER]",
     )
-    alias: Texts = serve_field(
+    alias: Texts = declare(
         (), "another name for a served model, such as claude-sonnet=tiny (repeatable)",
         metavar="NAME=MODEL",
     )
-    serve_any_name: bool = serve_field(
+    serve_any_name: bool = declare(
         False,
         "answer requests for models of any other name, too; responses repeat that name",
+        rare=True,
     )
-    queue: int = serve_field(64, "most outputs that wait or run (default 64)", minimum=1)
-    timeout: float = serve_field(
-        600.0, "seconds per request (default 600; 0: no limit)", minimum=-1e9, maximum=1e9,
+    queue: int = declare(64, "most outputs that wait or run (default 64)", minimum=1, rare=True)
+    timeout: float = declare(
+        600.0, "seconds per request (default 600; 0: no limit)",
+        minimum=-1e9, maximum=1e9, rare=True,
     )
-    drain: float = serve_field(
-        30.0, "seconds for running requests after SIGTERM (default 30)", maximum=1e9,
+    drain: float = declare(
+        30.0, "seconds for running requests after SIGTERM (default 30)", maximum=1e9, rare=True,
     )
-    max_body: int | None = serve_field(
+    max_body: int | None = declare(
         None,
         "limit of request bodies (default: 64 bytes per token of the longest context, at least"
         " 4 and at most 32 MiB)",
-        minimum=1, metavar="BYTES",
+        minimum=1, metavar="BYTES", rare=True,
     )
-    max_bodies: int | None = serve_field(
+    max_bodies: int | None = declare(
         None,
         "limit of all request bodies together that are held at a time (default: 256 MiB, or four"
         " times --max-body if that is more)",
-        minimum=1, metavar="BYTES",
+        minimum=1, metavar="BYTES", rare=True,
     )
-    hosts: int = serve_field(
+    hosts: int = declare(
         1,
-        "one model over N worker processes, whose devices --mesh splits it over (by default"
-        " kv heads, and rows over the rest); without --ray all of them on this machine",
-        minimum=1, metavar="N",
+        "one model over N processes, whose devices --mesh splits it over (by default kv heads, and"
+        " rows over the rest): on this machine, on a cluster by --ray, or by hand with --host-index"
+        " and --coordinator on several",
+        minimum=1, metavar="N", rare=True,
     )
-    ray: str | None = serve_field(
+    host_index: int | None = declare(
         None,
-        "place the workers of --hosts on a Ray cluster, one per node if there are enough:"
-        " HOST:PORT, auto, or local to start one",
-        metavar="ADDRESS",
+        "which of the --hosts this process is: 0 answers HTTP, and the others follow it",
+        minimum=0, metavar="I", rare=True,
     )
-    max_tokens: int = serve_field(
+    coordinator: str | None = declare(
+        None,
+        "address of host 0, at which it listens for the other hosts without asking for a proof:"
+        " one of a private network",
+        metavar="HOST:PORT", rare=True,
+    )
+    ray: str | None = declare(
+        None,
+        "place the --hosts on a Ray cluster, one per node if there are enough: HOST:PORT, auto, or"
+        " local to start one",
+        metavar="ADDRESS", rare=True,
+    )
+    max_tokens: int = declare(
         0, "of requests without max_tokens (0: all that fits; 16 for completions)",
+        maximum=MAX_INT, rare=True,
     )
-    temperature: float = serve_field(0.0, "of requests without temperature (0: greedy)")
-    recovery: Literal["off", "tools", "all"] | None = serve_field(
-        None,
-        "requests that use dj.Recovery() unless they set recovery themselves: by default those"
-        " with tools; all, with the rules of DFLASH_MIN_TOKENS, DFLASH_STALL_TOOL_PREFIX and"
-        " DFLASH_DEGENERATE_RUN_TOKENS, if one of these variables is set",
+    temperature: float = declare(
+        0.0, "of requests without temperature (0: greedy)", maximum=MAX_TEMPERATURE, rare=True,
     )
-    api_key_file: str | None = serve_field(
+    recovery: Literal["off", "tools", "all"] = declare(
+        "tools",
+        "requests that use dj.Recovery() unless they set recovery themselves: none, those with"
+        " tools, or all; DFLASH_MIN_TOKENS and DFLASH_STALL_TOOL_PREFIX set its floor and"
+        " tool_prefix",
+        rare=True,
+    )
+    api_key_file: str | None = declare(
         None,
         "file with an API key a line, as KEY or as NAME: KEY rpm=60 tpm=90000 parallel=4, and"
         " comments after #; SIGHUP has it read again. Or set DFLASH_API_KEY to such keys separated"
         " by commas",
     )
-    share_prefixes: bool = serve_field(
+    share_prefixes: bool = declare(
         False,
         "let requests of all API keys use one prefix cache; by default each key has its own, since"
         " the number of cached tokens tells what others have sent",
+        rare=True,
     )
-    allowed_host: Texts = serve_field(
+    allowed_host: Texts = declare(
         (),
         "additional name to accept in Host headers (repeatable). Loopback names and --host are"
         " always accepted; *.NAME accepts all subdomains, and * every name, which is the default"
         " with an API key",
-        metavar="NAME",
+        metavar="NAME", rare=True,
     )
-    cors_origin: Texts = serve_field(
-        (), "origin whose web pages may use the server, * for any (repeatable)", metavar="ORIGIN",
+    cors_origin: Texts = declare(
+        (), "origin whose web pages may use the server, * for any (repeatable)",
+        metavar="ORIGIN", flags=("--cors",), rare=True,
     )
-    metrics: bool = serve_field(False, "add statistics to every response")
-    no_ui: bool = serve_field(False, "serve no web page at /")
-    quiet: bool = serve_field(False, "no log line for requests that went well")
-    log_format: Literal["text", "json"] = serve_field(
+    metrics: bool = declare(False, "add statistics to every response", rare=True)
+    no_ui: bool = declare(False, "serve no web page at /")
+    quiet: bool = declare(False, "no log line for requests that went well", rare=True)
+    log_format: Literal["text", "json"] = declare(
         "text", "how to write log lines, of which each request has one (default: text)",
+        rare=True,
     )
-    warm: Literal["none", "common", "all"] = serve_field(
+    warm: Literal["none", "common", "all"] = declare(
         "common",
         "programs to compile before /ready: none compiles greedy ones, common (default) also"
         " sampled ones, and those for recovery, structured output, penalties and log probabilities"
         " in the background afterwards; all compiles all of them",
+        rare=True,
     )
-    compile_wait: float = serve_field(
+    compile_wait: float = declare(
         50.0,
         "how long a request waits for programs to be compiled before it gets a 503 with"
         " Retry-After (default 50); streams get comments instead",
-        maximum=1e9, metavar="SECONDS",
+        maximum=1e9, metavar="SECONDS", rare=True,
     )
-    grammar_timeout: float = serve_field(
+    grammar_timeout: float = declare(
         30.0,
         "how long a JSON schema or grammar of a request may take to compile (default 30)"
         " before it gets a 400; other requests are not delayed",
-        minimum=1e-3, maximum=1e9, metavar="SECONDS",
+        minimum=1e-3, maximum=1e9, metavar="SECONDS", rare=True,
+    )
+    record: str | None = declare(
+        None,
+        "write every turn of the engine, with the prompts of all requests, to a new file that"
+        " `dflash-jax replay` runs again; at most 256 MiB",
+        metavar="FILE", rare=True,
     )
     # fmt: on
 
-    def __post_init__(self) -> None:
-        for name, info in FIELDS.items():
-            kind, optional = KINDS[name]
-            value = getattr(self, name)
-            if kind == Texts or (value is None and optional):
-                continue
-            if expected := info.mismatch(value, kind):
-                raise RequestError(f"{flag(name)} is {value!r}; expected {expected}")
+    def _check(self) -> None:
+        """Raise RequestError for options that contradict each other."""
         _ = self.models
         _ = self.aliases
         if self.metrics_port and self.metrics_port == self.port:
@@ -189,28 +206,32 @@ class ServeOptions:
         if one is not None and together is not None and together < one:
             raise RequestError(f"--max-bodies is {together}; expected at least --max-body, {one}")
         self._check_hosts()
+        self._check_record()
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "ServeOptions":
+    def _label(cls, name: str) -> str:
+        return flag(name)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "ServeOptions":
         """Return options from values or texts by name; fields of the plan are among them.
+
+        Those of the file that `config` names come after the others.
 
         Raises:
           RequestError: a name is unknown, or a value is wrong.
           PlanError: fields of the plan contradict each other.
         """
-        own: dict[str, Any] = {}
-        plan: dict[str, Any] = {"prefix_cache": PREFIX_CACHE}
-        named = {key.replace("-", "_"): value for key, value in given.items()}
-        if file := named.get("config"):
+        named = {str(key).replace("-", "_"): value for key, value in values.items()}
+        file = named.get("config")
+        if isinstance(file, str | Path):
             named = config_options(file) | named
-        if wrong := unknown_names(named, OPTIONS, "option of `dflash-jax serve`"):
-            raise RequestError(wrong)
-        for name, value in named.items():
-            if name in KINDS or name == "report_drafts":
-                own[name] = _converted(name, value, *KINDS.get(name, (bool, True)))
-            else:
-                plan[name] = _converted(name, value, type(getattr(Plan, name)), False)
-        return cls(plan=Plan(**plan), **own)
+        return cls.parse(named)
+
+    @property
+    def time_limit(self) -> float | None:
+        """Seconds of a request after which it ends with the tokens so far; None for no limit."""
+        return self.timeout if self.timeout > 0 else None
 
     @property
     def first_name(self) -> str:
@@ -242,20 +263,22 @@ class ServeOptions:
         Raises:
           RequestError: one is malformed, or two have one name.
         """
-        found: dict[str, tuple[str, str]] = {}
+        pairs: dict[str, tuple[str, str]] = {}
         for text in self.model:
             name, _, pair = text.partition("=")
             target, _, drafter = pair.partition(",")
-            if not name or not target or name in (self.first_name, *found):
+            if not name or not target or name in (self.first_name, *pairs):
                 raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
-            found[name] = target, drafter or "own"
-        return found
+            pairs[name] = target, drafter or "own"
+        return pairs
 
     def check_files(self) -> None:
         """Raise CheckpointError if a model or tokenizer does not exist."""
         for name in ("target", "drafter", "tokenizer", "lora"):
             source = getattr(self, name)
             check_exists(source, "adapter" if name == "lora" else name)
+        if self.record is not None:
+            _check_new_file("--record", self.record)
         for name, (target, drafter) in self.models.items():
             try:
                 check_exists(target, "target")
@@ -263,12 +286,24 @@ class ServeOptions:
             except CheckpointError as error:
                 raise CheckpointError(f"model {name}: {error}") from None
 
+    def _check_record(self) -> None:
+        """Check the options of a recording."""
+        refused = {
+            "--model": bool(self.model),
+            "--prefix-folder": bool(self.plan.prefix_folder),
+            "--hosts": self.hosts > 1,
+        }
+        for name, is_set in refused.items():
+            if is_set and self.record is not None:
+                raise RequestError(f"{name} cannot be used with --record; leave one of them out")
+
     def _check_hosts(self) -> None:
         """Check the options of several hosts."""
         if self.ray is not None and self.hosts < 2:
             raise RequestError(
                 f"--hosts is {self.hosts} with --ray; expected a number of processes, at least 2"
             )
+        self._check_place()
         if self.hosts == 1:
             return
         plan = self.plan
@@ -280,10 +315,9 @@ class ServeOptions:
             "--kernels native": plan.kernels == "native",
             "--activations int8": plan.activations == "int8",
             "--steps-per-call above 1": plan.steps_per_call > 1,
-            "--weight-layout": plan.weight_layout not in ("auto", "row_major"),
         }
-        for name, given in refused.items():
-            if given:
+        for name, is_set in refused.items():
+            if is_set:
                 raise RequestError(
                     f"{name} cannot be used with --hosts {self.hosts}; leave it out, or serve the"
                     " model from one process"
@@ -295,28 +329,44 @@ class ServeOptions:
                 f" share equally; give a multiple of {self.hosts}, or leave it out"
             )
 
+    def _check_place(self) -> None:
+        """Check which of several hosts this is."""
+        index = self.host_index
+        if (index is None) != (self.coordinator is None):
+            raise RequestError(
+                "--host-index and --coordinator go together: which of the --hosts this is, and the"
+                " address of host 0; without both, --hosts starts all processes on this machine"
+            )
+        if index is None or self.coordinator is None:
+            return
+        if self.ray is not None:
+            raise RequestError("--ray places the hosts itself; leave out --host-index")
+        if index >= self.hosts:
+            raise RequestError(
+                f"--host-index is {index} of --hosts {self.hosts}; expected 0 to {self.hosts - 1}"
+            )
+        try:
+            split_address(self.coordinator)
+        except ValueError as error:
+            raise RequestError(f"--coordinator is {error}") from None
 
-def _kind(hint: Any) -> tuple[Any, bool]:
-    """Return a type without None, and whether None was allowed."""
-    if type(None) not in get_args(hint):
-        return hint, False
-    return next(kind for kind in get_args(hint) if kind is not type(None)), True
+
+document(
+    ServeOptions,
+    "\n\nRaises:\n  RequestError: a value is wrong, or options contradict each other.",
+)
 
 
-FIELDS: Mapping[str, Field] = {
-    field.name: field.metadata["serve"]
-    for field in dataclasses.fields(ServeOptions)
-    if field.metadata
-}
-KINDS: Mapping[str, tuple[Any, bool]] = {
-    name: _kind(hint) for name, hint in get_type_hints(ServeOptions).items() if name in FIELDS
-}
+def _check_new_file(option: str, name: str) -> None:
+    """Raise RequestError unless a file of the name can be created."""
+    path = Path(name).expanduser()
+    if os.path.lexists(path):
+        raise RequestError(f"{option}: {path} exists; give the name of a new file, or remove it")
+    if not path.parent.is_dir():
+        raise RequestError(f"{option}: there is no folder {path.parent}; create it first")
 
 
-OPTIONS = tuple(dict.fromkeys([*FIELDS, "report_drafts", *PLAN_FIELDS]))
-
-
-def read_config(path: str) -> dict[str, Any]:
+def read_config(path: str | Path) -> dict[str, Any]:
     """Return the contents of a configuration file, with '_' for '-' in names.
 
     Raises:
@@ -330,7 +380,7 @@ def read_config(path: str) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in table.items()}
 
 
-def config_options(path: str) -> dict[str, Any]:
+def config_options(path: str | Path) -> dict[str, Any]:
     """Return the options in a configuration file, by name; its keys are read by `server.keys`.
 
     Tables of models and aliases become what their flags take. Without `target`, the first of the
@@ -339,34 +389,35 @@ def config_options(path: str) -> dict[str, Any]:
     Raises:
       RequestError: it cannot be read, or has a wrong model, alias or table.
     """
-    found = read_config(path)
-    found.pop("keys", None)
-    models = found.get("model")
+    options = read_config(path)
+    options.pop("keys", None)
+    models = options.get("model")
     if isinstance(models, Mapping):
         pairs = {name: _model(name, entry) for name, entry in models.items()}
-        if pairs and "target" not in found:
+        if pairs and "target" not in options:
             first = next(iter(pairs))
             target, drafter = pairs.pop(first)
-            found |= {"name": first, "target": target, "drafter": drafter}
-        found["model"] = [f"{name}={','.join(pair)}" for name, pair in pairs.items()]
-    aliases = found.get("alias")
+            options |= {"name": first, "target": target, "drafter": drafter}
+        options["model"] = [f"{name}={','.join(pair)}" for name, pair in pairs.items()]
+    aliases = options.get("alias")
     if isinstance(aliases, Mapping):
-        found["alias"] = [f"{name}={model}" for name, model in aliases.items()]
-    for name, value in found.items():
+        options["alias"] = [f"{name}={model}" for name, model in aliases.items()]
+    for name, value in options.items():
         if isinstance(value, Mapping):
             raise RequestError(
                 f"{path} has a table [{name}]; expected [model.NAME], [alias] or [keys], and"
                 " options before the first table"
             )
-    return found
+    return options
 
 
 def _model(name: str, entry: Any) -> tuple[str, str]:
     """Return target and drafter of a table of a configuration file."""
     pair = {"drafter": "own"} | (dict(entry) if isinstance(entry, Mapping) else {"target": entry})
-    if wrong := unknown_names(pair, ("target", "drafter"), f"field of [model.{name}]"):
-        raise RequestError(wrong)
-    target, drafter = pair.get("target"), pair["drafter"]
+    if problems := unknown_names(pair, ("target", "drafter"), f"field of [model.{name}]"):
+        raise RequestError(sentences(problems))
+    target = pair.get("target")
+    drafter = pair["drafter"]
     if not isinstance(target, str) or not isinstance(drafter, str) or "," in target:
         raise RequestError(
             f"[model.{name}] has target {target!r} and drafter {drafter!r}; expected texts, without"
@@ -378,26 +429,3 @@ def _model(name: str, entry: Any) -> tuple[str, str]:
 def flag(name: str) -> str:
     """Return the flag of an option."""
     return "--" + name.replace("_", "-")
-
-
-def _converted(name: str, value: Any, kind: Any, optional: bool) -> Any:
-    """Return a value that may be a text as the type of an option."""
-    if value is None and optional:
-        return None
-    try:
-        if kind == Texts:
-            return tuple(map(str, value if isinstance(value, list | tuple) else [value]))
-        if kind is tuple:
-            parts = re.split("[x,]", value) if isinstance(value, str) else value
-            return tuple(map(int, parts))
-        if kind is bool:
-            return {"true": True, "false": False}[str(value).lower()]
-        if isinstance(value, bool | list | dict):
-            raise TypeError
-        if kind is int and not isinstance(value, int | str):
-            raise TypeError
-        return kind(value) if kind in (int, float) else str(value)
-    except (ValueError, KeyError, TypeError):
-        names = {int: "an integer", float: "a number", bool: "true or false"}
-        expected = names.get(kind, "two numbers like 1x4" if kind is tuple else "a text")
-        raise RequestError(f"{name} is {value!r}; expected {expected}") from None

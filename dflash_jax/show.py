@@ -4,7 +4,6 @@ The HTML has no scripts and refers to nothing outside it; all text is escaped. C
 translucent, so that they can be read on light and on dark pages.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -43,7 +42,8 @@ class Shown:
     """Something to display: HTML in a notebook, marked text elsewhere."""
 
     def __init__(self, html: str, text: str):
-        self.html, self.text = html, text
+        self.html = html
+        self.text = text
 
     def __repr__(self) -> str:
         return self.text
@@ -137,13 +137,13 @@ def precision(plan: Any) -> str:
         return plan.dtype
     kinds = {kind for _, (_, parts) in plan.stored for kind, _ in parts if kind}
     named = f" ({', '.join(sorted(kinds))})" if plan.weights == "packed" else ""
-    by = ", int8 activations" * (plan.activations == "int8")
+    by = ", int8 activations" if plan.activations == "int8" else ""
     return f"{plan.weights} weights{named}{by}, {plan.dtype}"
 
 
 def _choices(plan: Any) -> list[tuple[str, str, str]]:
-    fields = dataclasses.fields(plan)
-    return [(f.name, str(getattr(plan, f.name)), f.metadata["plan"].help) for f in fields]
+    fields = plan.fields().items()
+    return [(name, str(getattr(plan, name)), field.help) for name, field in fields]
 
 
 def table_html(rows: Iterable[Sequence[str]], headings: Sequence[str] = ()) -> str:
@@ -177,7 +177,8 @@ def _element(run: Run, *, inline: bool = False) -> str:
       inline: show line breaks as a sign, as always in rejected drafts.
     """
     rejected = run.source == "rejected"
-    tag, text = ("del" if rejected else "span"), "".join(run.texts)
+    tag = "del" if rejected else "span"
+    text = "".join(run.texts)
     if rejected or inline:
         text = text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}")
     title = escape(f"{NAMES[run.source]} {' '.join(map(str, run.ids))}".strip())

@@ -63,13 +63,13 @@ class Spellings:
         """Return a text with special tokens in place of marks."""
         if not self.marks(text):
             return text
-        return self._either.sub(lambda found: self._spelled(found) or found[0], text)
+        return self._either.sub(lambda match: self._spelled(match) or match[0], text)
 
-    def _spelled(self, found: re.Match[str]) -> str | None:
+    def _spelled(self, match: re.Match[str]) -> str | None:
         """Return the special token of a mark; None for a special token."""
-        if found[1] is None:
+        if match[1] is None:
             return None
-        return self._texts[int(found[1])] if int(found[1]) < len(self._texts) else found[0]
+        return self._texts[int(match[1])] if int(match[1]) < len(self._texts) else match[0]
 
     def encode(self, text: str, encode: Encode) -> list[int]:
         """Return the ids of a text in which marks are the text that they stand for.
@@ -81,10 +81,10 @@ class Spellings:
         ids = encode(plain, self._either.sub(self._renamed, text))
         return [meant for i in ids for meant in meanings.get(i, (i,))]
 
-    def _renamed(self, found: re.Match[str]) -> str:
+    def _renamed(self, match: re.Match[str]) -> str:
         """Return the text of a mark, or the name of a special token for `_without_specials`."""
-        text = self._spelled(found)
-        return OWN + self._numbers[found[2]] if text is None else text
+        text = self._spelled(match)
+        return OWN + self._numbers[match[2]] if text is None else text
 
     @functools.cached_property
     def _plain(self) -> tuple[tokenizers.Tokenizer, dict[int, tuple[int, ...]]]:

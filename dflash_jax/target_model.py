@@ -14,8 +14,8 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.errors import RequestError
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import jit
-from dflash_jax.graph.steps.pair import Pair
-from dflash_jax.models import build_target
+from dflash_jax.graph.steps.pair import Pair, StepOptions
+from dflash_jax.networks import build_target
 from dflash_jax.plan import LEAST, Dtype
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.forking import check_not_forked
@@ -50,7 +50,10 @@ class TargetModel:
         progress: bool = False,
         module: Any = None,
     ):
-        self.config, self.params, self.dtype, self.tokenizer = config, params, dtype, tokenizer
+        self.config = config
+        self.params = params
+        self.dtype = dtype
+        self.tokenizer = tokenizer
         self.module = build_target(config) if module is None else module
         self._progress = progress
         self._forward = functools.partial(_forward, self.module, dtype)
@@ -126,7 +129,7 @@ def _forward(
         rope = module.config.rope.for_length(width)
         module = build_target(dataclasses.replace(module.config, rope=rope))
     plan = dataclasses.replace(LEAST, rows=rows, max_length=max(width, 2), dtype=dtype)
-    pair = Pair(module)
+    pair = Pair(module).with_options(StepOptions())
     state = PlannedPair(pair, plan).empty_state()
     every = tuple(range(pair.target.config.num_layers + 1))
     params = {"target": params}

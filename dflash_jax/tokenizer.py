@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from dflash_jax.utils import interruption
 
 LONG_TEXT = 20_000  # characters from which encoding releases the interpreter lock
 COMPOSED = 4  # most characters that NFC and NFKC combine: the longest decomposition in Unicode
-MOST_ALTERNATIVES = 256  # of a pattern; trying more at every "<" is too slow
+MOST_ALTERNATIVES = 256  # most alternatives of a pattern; trying more at every "<" is too slow
 SAMPLE = 100  # characters of a text that show what a tokenizer puts around it
 SLICE = 2**16  # characters to split at white space at once, with the interpreter lock held
 LENGTHENING = {"Lowercase", "NFD", "NFKD", "ByteLevel", "Prepend"}  # normalizers
@@ -95,7 +95,8 @@ def check_characters(core: tokenizers.Tokenizer, text: str, max_tokens: int) -> 
 def token_bound(core: tokenizers.Tokenizer) -> TokenBound | None:
     """Return the bound of a tokenizer, or None if there is none."""
     settings = json.loads(core.to_str())
-    added, model = settings["added_tokens"], settings["model"]
+    added = settings["added_tokens"]
+    model = settings["model"]
     normalizers = list(_steps(settings["normalizer"], "normalizers"))
     splitters = list(_steps(settings["pre_tokenizer"], "pretokenizers"))
     byte_level = any(step["type"] == "ByteLevel" for step in (*normalizers, *splitters))
@@ -303,9 +304,9 @@ class Tokenizer:
         known = _byte_letters()
         return bytes(known[c] for c in piece) if piece and set(piece) <= known.keys() else None
 
-    def stream(self) -> "TextStream":
-        """Return an incremental decoder."""
-        return TextStream(self)
+    def stream(self, end_ids: Collection[int] = ()) -> "TextStream":
+        """Return an incremental decoder; see `TextStream`."""
+        return TextStream(self, end_ids)
 
     def showing(self, texts: Iterable[str]) -> "Tokenizer":
         """Return this tokenizer with some special tokens kept in decoded text.
@@ -318,7 +319,8 @@ class Tokenizer:
             shown = {i for i, text in self._special.items() if any(text in t for t in key)}
             copy = Tokenizer(self.core, self.template, self.specials, self.tool_template)
             self._showing[key] = copy
-            copy.shown, copy._special = frozenset(shown), self._special
+            copy.shown = frozenset(shown)
+            copy._special = self._special
         return self._showing[key]
 
     def visible_ids(self, ids: Sequence[int]) -> list[int]:
@@ -429,10 +431,15 @@ class Tokenizer:
 
 
 class TextStream:
-    """Incremental detokenisation that returns whole characters only."""
+    """Incremental detokenisation that returns whole characters only.
 
-    def __init__(self, tokenizer: Tokenizer):
+    Args:
+      end_ids: tokens that end the output. They are never text, special or not.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int] = ()):
         self._tokenizer = tokenizer
+        self._end_ids = end_ids
         self._stream = self._fresh()
         self._ids: list[int] = []
         self._held: list[int] = []  # ids without text so far
@@ -440,6 +447,8 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """Add ids, and return the text that they complete."""
+        if ids and ids[-1] in self._end_ids:
+            ids = ids[:-1]
         new = "".join(map(self._step, self._tokenizer.visible_ids(ids)))
         self._ids += ids
         self.text += new
@@ -459,7 +468,8 @@ class TextStream:
         try:
             new = self._stream.step(self._tokenizer.core, token) or ""
         except Exception:  # invalid bytes change earlier text
-            new, self._stream = self._decoded_alone(), self._fresh()
+            new = self._decoded_alone()
+            self._stream = self._fresh()
         self._held = [] if new else self._held
         return new
 

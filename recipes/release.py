@@ -38,18 +38,21 @@ def check_versions(changelog: str, version: str, tag: str | None = None) -> None
 
     Args:
       changelog: text of CHANGELOG.md.
-      version: of the package.
-      tag: of the release, "v" and the version; None if there is none yet.
+      version: version of the package.
+      tag: tag of the release, "v" and the version; None if there is none yet.
 
     Raises:
       ReleaseError: they disagree, or a heading is not understood.
     """
-    lines = [line for line in changelog.splitlines() if line.startswith("## ")]
-    found = [HEADING.match(line) for line in lines]
-    if wrong := [line for line, match in zip(lines, found, strict=True) if not match]:
-        expected = "## [Unreleased] or ## [1.2.3] - 2026-01-31"
-        raise ReleaseError(f"CHANGELOG.md has the heading {wrong[0]!r}; expected {expected}")
-    headings = [match for match in found if match]
+    headings = []
+    for line in changelog.splitlines():
+        if not line.startswith("## "):
+            continue
+        heading = HEADING.match(line)
+        if heading is None:
+            expected = "## [Unreleased] or ## [1.2.3] - 2026-01-31"
+            raise ReleaseError(f"CHANGELOG.md has the heading {line!r}; expected {expected}")
+        headings.append(heading)
     if not headings:
         raise ReleaseError("CHANGELOG.md has no heading of a version")
     if any(match[1] for match in headings[1:]):
@@ -91,18 +94,24 @@ def build() -> tuple[Path, list[Path]]:
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(archive, folder, filter="data")
         [source] = Path(folder).iterdir()
-        for kernels in ("0", "1")[: 1 + _has_kernels()]:
+        for kernels in ("0", "1") if _has_kernels() else ("0",):
             command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", DIST)
             _run(*command, cwd=source, HATCH_BUILD_HOOKS_ENABLE=kernels)
-    wheels = sorted(DIST.glob("*.whl"), key=lambda path: path.stem.endswith("-any"))
+    wheels = sorted(DIST.glob("*.whl"), key=_is_pure)
     for wheel in wheels:
         _check_wheel(wheel)
-    if len(wheels) != 1 + _has_kernels():
+    expected = 2 if _has_kernels() else 1
+    if len(wheels) != expected:
         raise ReleaseError(f"{wheels[0].name} has no compiled kernels; install a C++ compiler")
     return archive, wheels
 
 
+def _is_pure(wheel: Path) -> bool:
+    return wheel.stem.endswith("-any")
+
+
 def _check_wheel(wheel: Path) -> None:
+    """Check that a wheel has every file of the checkout, and its kernels unless it is pure."""
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if name.startswith("dflash_jax/")}
     package = ROOT / "dflash_jax"
@@ -112,7 +121,7 @@ def _check_wheel(wheel: Path) -> None:
         for path in folder.rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     } | {"dflash_jax/py.typed"}
-    if not wheel.stem.endswith("-any"):
+    if not _is_pure(wheel):
         expected |= {f"{KERNELS}/{level.name}.so" for level in LEVELS}
     if missing := sorted(expected - names):
         raise ReleaseError(f"{wheel.name} lacks {', '.join(missing[:5])}")
@@ -135,12 +144,13 @@ def try_wheel(wheel: Path) -> None:
         version = _run(command, "--version", cwd=folder, capture=True)
         if version.split() != ["dflash-jax", __version__]:
             raise ReleaseError(f"the command of the wheel has version {version!r}")
-        usable = [level.name for level in LEVELS if _has_kernels() and level.needs <= features()]
+        usable = []
+        if _has_kernels():
+            usable = [level.name for level in LEVELS if level.needs <= features()]
         for level in usable or ["off"]:
             if usable:
-                path = _run(
-                    command, "native", cwd=folder, capture=True, DFLASH_NATIVE=level, **bare
-                )
+                variables = bare | {"DFLASH_NATIVE": level}
+                path = _run(command, "native", cwd=folder, capture=True, **variables)
                 if not path.strip().endswith(f"{KERNELS}/{level}.so"):
                     raise ReleaseError(f"the kernels for {level} are {path.strip()}")
             arguments = ("generate", "Hello", "--max-tokens", "64")
@@ -159,12 +169,13 @@ def _run(
     *command: str | Path, cwd: str | Path = ROOT, capture: bool = False, **variables: str
 ) -> str:
     """Run a command that does not see the checkout; return its output if `capture`."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= variables
     output = subprocess.PIPE if capture else None
-    done = subprocess.run(command, cwd=cwd, env=environment, stdout=output, text=True, check=False)
-    if done.returncode:
-        raise ReleaseError(f"{' '.join(map(str, command))} ended with {done.returncode}")
-    return done.stdout or ""
+    ended = subprocess.run(command, cwd=cwd, env=environment, stdout=output, text=True, check=False)
+    if ended.returncode:
+        raise ReleaseError(f"{' '.join(map(str, command))} ended with {ended.returncode}")
+    return ended.stdout or ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,12 +1,16 @@
 """Freed memory stays in the process, in every thread, until it is released."""
 
+import argparse
 import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 
-from dflash_jax.utils.allocator import fewer_collections
+from dflash_jax.cli import prepare
+from dflash_jax.utils import allocator
+from dflash_jax.utils.allocator import fewer_collections, freeze_objects, thaw_objects
 
 ON_GLIBC = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="other systems have no mallopt"
@@ -46,7 +50,7 @@ libc.fflush(out)
 """
 TUNED = """
 import concurrent.futures, ctypes, threading
-from dflash_jax.utils.allocator import give_back, tune_allocator
+from dflash_jax.utils.allocator import trim_memory, tune_allocator
 
 assert tune_allocator()
 libc = ctypes.CDLL("libc.so.6")
@@ -71,7 +75,7 @@ thread = threading.Thread(target=leave_holes)
 thread.start()
 thread.join()
 before = resident()
-give_back()
+trim_memory()
 print(before - resident())
 """
 )
@@ -134,12 +138,12 @@ def fill(_):
 both = threading.Barrier(2)
 pool = concurrent.futures.ThreadPoolExecutor(2)
 list(pool.map(fill, range(2)))
-give_back()
+trim_memory()
 kept = resident()
-give_back({pool: 2})
+trim_memory({pool: 2}, timeout=60)
 print(kept - resident())
 list(pool.map(fill, range(2)))
-give_back()
+trim_memory()
 print(kept - resident())
 """
 )
@@ -195,3 +199,29 @@ def test_memory_of_threads_that_ended_is_released_after_loading(released: bool) 
     # Of 120; each thread's heap may keep a free end of 32.
     assert (given > 50_000_000) == released
     assert later > 30_000_000  # later, freed memory stays in the process
+
+
+def test_a_collection_skips_what_was_frozen_until_that_is_replaced() -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.itself = self
+
+    engine = Engine()
+    last = weakref.ref(engine)
+    freeze_objects()
+    del engine
+    gc.collect()
+    assert last() is not None
+    thaw_objects()
+    assert last() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_commands_about_weight_files_give_freed_memory_back(monkeypatch):
+    """Only steps of an engine need it again: a conversion would hold every array it wrote."""
+    tuned = []
+    monkeypatch.setattr(allocator, "tune_allocator", lambda: tuned.append(True))
+    prepare(argparse.Namespace(source="tiny"))
+    assert not tuned
+    prepare(argparse.Namespace(target="tiny"))
+    assert tuned

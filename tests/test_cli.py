@@ -31,7 +31,7 @@ from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.graph.build import CompiledPrograms
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.trainer.run import write_huggingface
 from dflash_jax.utils.command import INTERRUPTED, PIPE_CLOSED
@@ -131,9 +131,10 @@ def request_(pair: list[object], official: dict[str, list[int]]) -> list[object]
 def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
     without_flag = {"lookahead", "stored", "stop_slots", "queue", "prefix_folder", "prefix_disk"}
     flags = """--rows 2 --steps-per-call 3 --max-length 64 --block 4 --chunk 16 --dtype float16
-        --weights int8 --weight-layout row_major --kv-dtype int8 --kernels xla --plain-width 1
+        --weights int8 --kv-dtype int8 --kernels xla --plain-width 1
         --inexact --no-rings --report-drafts --report-top 5 --activations float
-        --no-call-odds --taps-at late --min-survival 0.5 --ngram 5 --draft-window 9
+        --no-report-tool-call-margin --taps-at late --confidence-threshold 0.5 --ngram 5
+        --draft-window 9
             --memory-limit 9 --prefix-cache 8
         --mesh 2x2"""
     plan = chosen_plan(parser().parse_args(["explain", *flags.split()]))
@@ -146,7 +147,7 @@ def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
 def test_a_plan_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     written = Plan(rows=3, max_length=64, exact=False, mesh=(3, 1), lookahead=0, ngram=5)
-    path.write_text(written.to_json())
+    path.write_text(json.dumps(written.to_json()))
     for command in ("generate", "chat", "serve", "verify", "bench", "explain", "replay"):
         more = [str(path)] if command == "replay" else []
         read = parser().parse_args([command, "--plan", str(path), *more])
@@ -162,7 +163,9 @@ def test_a_plan_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     for text, says in (
         ("[]", "expected one JSON object"),
         ('{"row": 2}', "'row' is no field of a plan; did you mean 'rows'?"),
-        ('{"rows": 0}', "rows is 0; expected"),
+        ('{"rows": 0, "block": 1}', "rows is 0; expected an integer of at least 1. block is 1; "),
+        ('{"drafter": 5}', "drafter is 5; expected a text"),
+        ("[" * 100_000, "the plan is not JSON"),
         ("\x80", "the plan is not JSON"),
     ):
         path.write_text(text)

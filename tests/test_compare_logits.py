@@ -1,6 +1,8 @@
 """Next-token probabilities of two models, compared on texts."""
 
+import dataclasses
 import json
+import os
 import types
 
 import numpy as np
@@ -89,6 +91,7 @@ def test_texts_that_cannot_be_compared_are_named(text, message):
 
 
 def test_the_command_refuses_wrong_options_before_models_are_opened(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
     (tmp_path / "none.txt").write_text("\n \n")
     (tmp_path / "p.txt").write_text("Hello there\n")
     for options, message in (
@@ -106,12 +109,38 @@ def test_the_command_adds_probabilities_to_its_report(capsys, tmp_path, monkeypa
     pytest.importorskip("matplotlib")
     (tmp_path / "p.txt").write_text("abcd\n\ndcba\n")
     found = distances(made(8, 1.0), made(8, 1.1), ["abcd", "dcba"])
+    found[0] = dataclasses.replace(found[0], text=r"costs $\no such symbol$")
     monkeypatch.setattr(logits, "distances", lambda *paths, **options: found)
     command = ["compare", "tiny", "tiny", "--logits", str(tmp_path / "p.txt")]
     assert main([*command, "--plot", str(tmp_path / "p.png"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["agree"]
-    assert [entry["text"] for entry in report["logits"]["prompts"]] == ["abcd", "dcba"]
+    assert report["logits"]["prompts"][1]["text"] == "dcba"
     assert (tmp_path / "p.png").stat().st_size > 1000
     assert main(command) == 0
     assert "same top token 100.00%" in capsys.readouterr().out
+
+
+def test_prompts_come_from_a_pipe_and_a_failure_keeps_the_old_picture(
+    capsys, tmp_path, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    read, write = os.pipe()
+    os.write(write, b"abcd\n")
+    os.close(write)
+    picture = tmp_path / "p.png"
+    picture.write_bytes(b"old")
+    asked = []
+
+    def failing(first, second, texts, **options):
+        asked.extend(texts)
+        raise RequestError("no tokens")
+
+    monkeypatch.setattr(logits, "distances", failing)
+    command = ["compare", "tiny", "tiny", "--logits", f"/dev/fd/{read}"]
+    assert main([*command, "--plot", str(picture)]) == 1
+    os.close(read)
+    assert "no tokens" in capsys.readouterr().err
+    assert asked == ["abcd"]
+    assert picture.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["p.png"]

@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.config import (
-    DrafterConfig,
-    TargetConfig,
-    check_pair,
+from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
+from dflash_jax.config.fields import take_quantization
+from dflash_jax.converters.names import published
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.families.configs import (
     drafter_config,
     read_drafter_config,
     read_target_config,
     target_config,
 )
-from dflash_jax.config.fields import take_quantization
-from dflash_jax.converters.names import published
-from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.testing import tiny_drafter, tiny_target
 
 PUBLISHED = Path(__file__).parent / "published"

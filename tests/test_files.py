@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.config import read_target_config
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.models import COMPANIONS, open_model
 from dflash_jax.errors import CheckpointError
+from dflash_jax.families.configs import read_target_config
 from dflash_jax.loading import locate, open_pair
 from dflash_jax.model_files import FILES, MORE_TEMPLATES
 from dflash_jax.tokenizer import Tokenizer

@@ -50,7 +50,7 @@ next(pieces)
 held = threading.Event()
 
 def hold():  # as a thread of a server may, at the moment of a fork
-    with made.core._lock:
+    with made.core._turns:
         held.set()
         release.wait()
 

@@ -30,7 +30,7 @@ def test_matrices_of_a_model_share_huge_pages() -> None:
     """Each with pages of its own, 24 matrices of 8.6 MB leave 45 MB unused."""
     arrays = [allocator.zeros((8_716_288,), np.uint8) for _ in range(24)]
     pages = {page for a in arrays for page in range(*huge_pages(a))}
-    assert len(pages) * HUGE < 1.05 * sum(a.nbytes for a in arrays)
+    assert len(pages) * HUGE < 1.08 * sum(a.nbytes for a in arrays)
 
 
 def huge_pages(array: np.ndarray) -> tuple[int, int]:

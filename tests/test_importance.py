@@ -1,6 +1,8 @@
 """Importance matrices that are measured over a text."""
 
 import json
+import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +11,8 @@ from dflash_jax import load_target
 from dflash_jax.cli import main
 from dflash_jax.converters.gguf.importance import read_importance
 from dflash_jax.converters.imatrix import Text, by_stored_name
-from dflash_jax.importance import measure
-from dflash_jax.models import build_pair
+from dflash_jax.importance import chunks_of, measure
+from dflash_jax.networks import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 
@@ -52,6 +54,19 @@ def test_experts_have_the_inputs_of_tokens_that_chose_them(oracle):
     np.testing.assert_array_equal(measured.counts[stack][:, 0], tokens)
 
 
+def test_every_chunk_begins_with_the_start_token():
+    def encode(text, specials=True):
+        start = [1] if specials else []
+        return start + [ord(c) for c in text]
+
+    tokenizer: Any = types.SimpleNamespace(encode=encode)
+    a, b, c, d, e = encode("abcde", specials=False)
+    assert chunks_of(tokenizer, "abcde", 3) == [[1, a, b], [1, c, d]]
+    assert chunks_of(tokenizer, "a", 3) == []
+    tokenizer.encode = lambda text, specials=True: encode(text, specials=False)
+    assert chunks_of(tokenizer, "abcde", 5) == [[a, b, c, d, e]]
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "text.txt"
@@ -84,7 +99,8 @@ def test_the_command_writes_what_convert_reads(tmp_path, capsys, text, suffix):
         (["{text}", "m.txt"], "must end in .gguf or .dat"),
         (["{text}", "m.gguf", "--chunk", "0"], "--chunk is 0; expected at least 16"),
         (["{text}", "m.gguf", "--chunks", "0"], "--chunks is 0; expected at least 1"),
-        (["{text}", "m.gguf", "--chunk", "4096"], "fewer than a chunk of 4096"),
+        (["{text}", "m.gguf", "--chunk", "4096"], "fewer tokens than a chunk of 4096"),
+        (["{text}", "m.gguf", "--chunk", "4097"], "tiny has contexts of at most 4096 tokens"),
         (["{bytes}", "m.gguf"], "is not UTF-8"),
         (["{text}", "absent/m.gguf"], "is not a folder; create it first"),
         (["{text}", "kept.gguf"], "kept.gguf"),

@@ -188,7 +188,7 @@ def test_refusals_of_the_hub_are_reported_with_their_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def snapshot_download(repository: str, **_: object) -> str:
-        raise OSError(f"no such repository: {repository}")
+        raise OSError(f"no such\nrepository: {repository}")
 
     hub = types.SimpleNamespace(snapshot_download=snapshot_download)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)

@@ -1,7 +1,6 @@
 """Folders of caches belong to the user, and nobody else can write there."""
 
 import os
-import re
 import stat
 import threading
 from collections.abc import Iterator
@@ -75,7 +74,7 @@ def test_links_are_followed_and_checked(tmp_path: Path) -> None:
     with pytest.raises(UnsafeFolderError, match="/open "):
         prepare(tmp_path / "to_open")
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(NotADirectoryError):
         prepare(tmp_path / "loop")
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
@@ -83,19 +82,14 @@ def test_links_are_followed_and_checked(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_folders_links_and_files_of_another_user_are_refused(tmp_path: Path) -> None:
+def test_folders_and_files_of_another_user_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     (folder / "inside").mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
     for place in (folder, folder / "inside", folder / "new"):
         with pytest.raises(UnsafeFolderError, match=f"belongs to user {STRANGER}; expected 0"):
             prepare(place)
-    link, file = tmp_path / "link", tmp_path / "file"
-    (tmp_path / "real").mkdir()
-    link.symlink_to("real")
-    os.lchown(link, STRANGER, STRANGER)
-    with pytest.raises(UnsafeFolderError, match="link belongs to user"):
-        prepare(link)
+    file = tmp_path / "file"
     file.write_text("text")
     assert read_file(file) == b"text"
     os.chown(file, STRANGER, STRANGER)
@@ -133,36 +127,34 @@ def test_another_folder_is_used_and_the_reason_said_once(tmp_path: Path, tempora
     assert list(unsafe.iterdir()) == []
 
 
-def test_a_name_that_is_taken_among_temporary_files_is_left_alone(temporary: Path) -> None:
+@pytest.mark.parametrize("link", [False, True])
+def test_a_name_that_is_taken_among_temporary_files_is_left_alone(
+    tmp_path: Path, temporary: Path, link: bool
+) -> None:
     taken = temporary / f"dflash_jax-{os.geteuid()}"
-    taken.mkdir()
-    taken.chmod(0o777)
-    found = cache_folder(temporary, "kernels", lambda text: None)
-    assert found.name == "kernels"
-    assert found.parent != taken
-    assert found.is_relative_to(temporary)
+    if link:
+        (tmp_path / "private").mkdir(mode=0o700)
+        taken.symlink_to(tmp_path / "private")
+    else:
+        taken.mkdir()
+        taken.chmod(0o777)
+    folder = cache_folder(temporary, "kernels", lambda text: None)
+    assert folder.name == "kernels"
+    assert folder.is_relative_to(temporary)
+    assert list(taken.iterdir()) == []
 
 
 @pytest.mark.timeout(20)  # a pipe must not be waited for
-def test_files_that_are_not_ours_are_not_read_and_removed(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.write_text("kept")
-    folder = prepare(tmp_path / "cache")
-    names = re.compile("entry-.*")
-    (folder / "entry-good").write_text("good")
-    (folder / "other").symlink_to(outside)
-    (folder / "entry-link").symlink_to(outside)
-    (folder / "entry-open").write_text("open")
-    (folder / "entry-open").chmod(0o666)
-    (folder / "entry-folder").mkdir()
-    os.mkfifo(folder / "entry-pipe")
-    bad = [folder / f"entry-{name}" for name in ("folder", "link", "open", "pipe")]
-    for path in bad:
+def test_links_pipes_folders_and_files_that_others_may_change_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "open").write_text("text")
+    (tmp_path / "open").chmod(0o666)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "open", "folder", "pipe"):
         with pytest.raises(OSError):  # noqa: PT011 - of several kinds
-            read_file(path)
-    assert sorted(private_folder.remove_unsafe(folder, names)) == bad
-    assert sorted(path.name for path in folder.iterdir()) == ["entry-good", "other"]
-    assert outside.read_text() == "kept"
+            read_file(tmp_path / name)
 
 
 def test_a_lock_is_waited_for_but_not_for_ever(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from dflash_jax.engine.structured import trial_process
-from dflash_jax.hosts.launch import start_module
 from dflash_jax.kernels.native import compiling
-from dflash_jax.trainer.training_hosts import HostOptions, _process
+from dflash_jax.utils.child_processes import on_this_machine, start_module
 from dflash_jax.utils.python_command import python_command
 
 ROOT = Path(__file__).parents[1]
@@ -31,15 +30,14 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_hosts_of_a_training_run_do_not_run_the_current_folder(hostile: Path) -> None:
-    options = HostOptions(2, 1, ("localhost", 1), 1, {}, local=True)
-    with _process(["--version"], options, 1) as process:
-        assert process.wait(60) == 0
+def test_other_processes_of_a_group_do_not_run_the_current_folder(hostile: Path) -> None:
+    with on_this_machine(lambda index: ("dflash_jax", "--version"), 2):
+        pass
     assert not (hostile / "ran").exists()
 
 
 def test_modules_of_the_package_do_not_run_the_current_folder(hostile: Path) -> None:
-    process = start_module(("dflash_jax", "--version"), {}, stdout=subprocess.PIPE)
+    process = start_module(("dflash_jax", "--version"), stdout=subprocess.PIPE)
     assert b"dflash" in process.communicate(timeout=60)[0]
     assert process.returncode == 0
     command = python_command(trial_process.__file__)

@@ -113,7 +113,7 @@ def test_no_program_is_compiled_for_another_policy(sampler: Sampler, states: lis
     config = Config(max_tokens_to_generate=12, max_prompt_length=20, seed=jax.random.key(5))
     first = sampler.generate([LONG, LONG, "xy"], config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler.engine.core.runner.compiled, "_build", None)
+        patch.setattr(sampler.engine.core.runner.compiled, "build", None)
         sampler.update_params(states[1])
         other = sampler.generate([LONG, LONG, "xy"], config)
     new = new_engine()

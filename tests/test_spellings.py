@@ -12,8 +12,9 @@ from dflash_jax.errors import PromptTooLongError
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.completions import decode_chat, decode_completion
-from dflash_jax.server.prompt import ToolTurnCache, chat_prompt, text_prompts
+from dflash_jax.server.prompt import chat_prompt, text_prompts
 from dflash_jax.server.responses import decode_responses
+from dflash_jax.server.tool_turns import ToolTurnCache
 from dflash_jax.spellings import any_of
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES

@@ -5,6 +5,6 @@ and events, `scenario.py`). `runner.py` decodes every request alone without draf
 scenario, and compares the answers.
 `python -m benchmarks.audit` runs many cases.
 
-Fixed scenarios are grids of plans and drafters and load on an engine (`fixed.py`), and load on a
-server (`server.py`).
+`presets.py` has fixed grids of them, and load on an engine; `serve.py` has load on a server, and
+`attacks.py` a table of attacks on one.
 """

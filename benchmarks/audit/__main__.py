@@ -3,35 +3,37 @@
     python -m benchmarks.audit                      # 100,000 tokens, all families and drafters
     python -m benchmarks.audit --seed 3 --case 17   # one case again
     python -m benchmarks.audit --target path/to/Qwen3-8B --drafter path/to/Qwen3-8B-DFlash-b16
-    python -m benchmarks.audit shipped [--max-tokens 64] [--chats 4]     # grids of plans and
-    python -m benchmarks.audit families [--only llama] [--tokens 1260]   # drafters
-    python -m benchmarks.audit sampled [--only llama] [--tokens 60]      # temperatures and filters
-    python -m benchmarks.audit load [--target tiny] [--requests 2000]    # requests of every kind
+    python -m benchmarks.audit shipped [--tokens 64]                   # grids of plans and
+    python -m benchmarks.audit families [--only llama] [--tokens 420]  # drafters
+    python -m benchmarks.audit sampled [--only llama] [--tokens 60]    # temperatures and filters
+    python -m benchmarks.audit load [--target tiny] [--requests 2000]  # requests of every kind
     python -m benchmarks.audit serve [--minutes 20] [--fuzz 10] [--only-load]  # to a server
+    python -m benchmarks.audit attack [--only WORD] [OPTION of dflash-jax serve...]
 
 Scenarios combine rows, prefix caches and folders, cancellations, failed steps, recovery, structured
 output, penalties, block sizes and sampled neighbours. Every answer must have the tokens,
 text, finish reason and recovery statistics of its request decoded alone, without drafting, with the
 same plan. Exits with 1 if an answer differs, after printing the command that repeats the case.
-`fixed.py` and `server.py` describe the fixed scenarios; they exit with 1 if a check
-fails. Each has --out.
+`presets.py`, `serve.py` and `attacks.py` describe the others, which exit with 1 if a check fails.
 """
 
 import argparse
 import collections
 import dataclasses
+import functools
 import gc
-import importlib
 import json
 import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from benchmarks.audit import attacks, presets, serve
 from benchmarks.audit.models import (
     FAMILIES,
     GIVEN,
@@ -49,20 +51,19 @@ from dflash_jax.testing import QUICK_COMPILE
 
 ALL = (len(FAMILIES) + 1) * 2  # setups that cover every family and drafter
 EVERY = 10.0  # seconds between progress lines
-FIXED = {
-    "shipped": "fixed",
-    "families": "fixed",
-    "sampled": "fixed",
-    "load": "fixed",
-    "serve": "server",
+NAMED: dict[str, Callable[[list[str]], int]] = {
+    **{name: functools.partial(presets.grid, name) for name in presets.GRIDS},
+    "load": presets.load,
+    "serve": serve.serve,
+    "attack": attacks.attack,
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run cases and write the result; return 1 if an answer differs."""
     words = sys.argv[1:] if arguments is None else arguments
-    if words and (module := FIXED.get(words[0])):
-        return getattr(importlib.import_module(f"benchmarks.audit.{module}"), words[0])(words[1:])
+    if words and words[0] in NAMED:
+        return NAMED[words[0]](words[1:])
     options = _parse(words)
     if options.quick_compile:  # read when jax initialises its backends
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK_COMPILE])
@@ -86,8 +87,9 @@ class Audit:
         self.written = self.case  # first case of a run that resumes this one
         self._counts: Counts = collections.Counter()
         self._setups: list[dict[str, Any]] = []
-        self._found: list[dict[str, Any]] = []
-        self._seconds, self._said = 0.0, 0.0
+        self._differences: list[dict[str, Any]] = []
+        self._seconds = 0.0
+        self._said = 0.0  # time of the last progress line
         if options.resume and options.out.is_file():
             self._resume(json.loads(options.out.read_text(encoding="utf-8")))
 
@@ -97,15 +99,19 @@ class Audit:
         return self._options.case is not None or self._options.scenario is not None
 
     def run(self) -> None:
+        """Run cases, setup by setup, until there are enough."""
         while not self._enough():
             self._run_setup()
 
     def _run_setup(self) -> None:
-        started, options = time.perf_counter(), self._options
+        started = time.perf_counter()
+        options = self._options
         setup = self._course.setup(self.case)
         print(f"case {self.case}: {setup}", file=sys.stderr, flush=True)
-        files = {"target": options.target, "drafter": options.drafter} if options.target else {}
-        audited = build(setup, **files)
+        if options.target:
+            audited = build(setup, target=options.target, drafter=options.drafter)
+        else:
+            audited = build(setup)
         line = {"setup": dataclasses.asdict(setup), "first_case": self.case}
         line["compile_s"] = round(time.perf_counter() - started, 1)
         before = self._counts.copy()
@@ -131,16 +137,17 @@ class Audit:
             scenario = draw_scenario(options.seed, case, audited.limits)
         if options.write:
             options.write.write_text(scenario.to_json(), encoding="utf-8")
-        found, counts = run_case(audited, scenario)
-        self._counts += counts + collections.Counter(differences=len(found))
-        for text in found:
+        differences, counts = run_case(audited, scenario)
+        self._counts += counts + collections.Counter(differences=len(differences))
+        for text in differences:
             command = self._command(case)
             print(f"DIFFERS: {text}\n  {command}", flush=True)
-            self._found.append({"case": case, "what": text, "command": command})
+            self._differences.append({"case": case, "what": text, "command": command})
         self.case = case + 1
         if time.perf_counter() > self._said + EVERY:
             self._said = time.perf_counter()
-            tokens, wrong = self._counts["tokens"], self._counts["differences"]
+            tokens = self._counts["tokens"]
+            wrong = self._counts["differences"]
             print(
                 f"case {case}: {tokens:,} tokens, {wrong} differences", file=sys.stderr, flush=True
             )
@@ -151,21 +158,28 @@ class Audit:
         Args:
           within: whether the next case has the same setup.
         """
-        options, done = self._options, self._counts["cases"]
+        options = self._options
+        done = self._counts["cases"]
         if self.single:
             return done > 0
         if options.cases is not None:
             return done >= options.cases
         if options.short:
             return done >= SHORT_CASES * len(SHORT)
-        covered = self._family or self._counts["setups"] + within >= ALL
-        return bool(covered) and self._counts["tokens"] >= options.tokens
+        setups = self._counts["setups"]
+        if within:  # the current setup is not counted yet
+            setups += 1
+        covered = bool(self._family) or setups >= ALL
+        return covered and self._counts["tokens"] >= options.tokens
 
     def _command(self, case: int) -> str:
         options = self._options
         words: list[Any] = ["python", "-m", "benchmarks.audit", "--seed", options.seed]
         words += ["--case", case]
-        words += ["--short"] * options.short + ["--quick-compile"] * options.quick_compile
+        if options.short:
+            words.append("--short")
+        if options.quick_compile:
+            words.append("--quick-compile")
         for name in ("target", "drafter", "family", "scenario"):
             if value := getattr(options, name):
                 words += [f"--{name}", value]
@@ -185,35 +199,36 @@ class Audit:
         options = self._options
         if options.short or not options.out:
             return
-        found = {
+        result = {
             "seed": options.seed,
             "family": self._family,
             "next_case": self.case,
             "seconds": round(self._seconds, 1),
             "counts": dict(sorted(self._counts.items())),
-            "differences": self._found,
+            "differences": self._differences,
             "setups": self._setups,
         }
-        write_result(options.out, "audit", found)
+        write_result(options.out, "audit", result)
         self.written = self.case
 
-    def _resume(self, found: dict[str, Any]) -> None:
+    def _resume(self, result: dict[str, Any]) -> None:
         """Resume after the last case of a result file."""
-        if (found["seed"], found["family"]) != (self._options.seed, self._family):
+        if (result["seed"], result["family"]) != (self._options.seed, self._family):
             raise SystemExit(
-                f"{self._options.out} is of seed {found['seed']} and family"
-                f" {found['family'] or 'all'!r}; give the same, or another --out"
+                f"{self._options.out} is of seed {result['seed']} and family"
+                f" {result['family'] or 'all'!r}; give the same, or another --out"
             )
-        self.case = self.written = found["next_case"]
-        self._seconds = found["seconds"]
-        self._counts = collections.Counter(found["counts"])
-        self._found, self._setups = found["differences"], found["setups"]
+        self.case = self.written = result["next_case"]
+        self._seconds = result["seconds"]
+        self._counts = collections.Counter(result["counts"])
+        self._differences = result["differences"]
+        self._setups = result["setups"]
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     text = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audit", description=text[0])
-    parser.epilog = f"Fixed scenarios, with options of their own: {', '.join(FIXED)}."
+    parser.epilog = f"Others, with options of their own: {', '.join(NAMED)}."
     parser.add_argument("--seed", type=int, default=0, help="of all cases; 0 by default")
     parser.add_argument("--tokens", type=int, default=100_000, help="tokens to compare")
     parser.add_argument("--cases", type=int, help="number of cases to run, instead of --tokens")

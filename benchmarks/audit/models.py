@@ -21,15 +21,15 @@ import dflash_jax as dj
 from benchmarks.audit.scenario import VARIANTS, Limits
 from benchmarks.cases import heldout
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.config.gemma3 import Gemma3Config
-from dflash_jax.config.lfm2 import Lfm2Config
 from dflash_jax.config.rope import RopeConfig
-from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.engine.engine import Engine
+from dflash_jax.families.gemma3 import Gemma3Config
+from dflash_jax.families.lfm2 import Lfm2Config
+from dflash_jax.families.smollm3 import SmolLM3Config
 from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.resolve import resolve
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.networks import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import HEAD, KINDS, MATRIX, Packed, Spec, fits, pack_tree
 from dflash_jax.testing import (
@@ -46,7 +46,8 @@ from dflash_jax.testing import (
 )
 from dflash_jax.tokenizer import Tokenizer
 
-SHIPPED, GIVEN = "shipped", "given"
+SHIPPED = "shipped"
+GIVEN = "given"
 EXPERTS: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text",
     "num_experts": 6,
@@ -99,7 +100,6 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind and fields
 }
 WEIGHTS = ("float", "int8", "int4", "packed")
 DTYPES = ("float32", "bfloat16", "float16")
-ORDERS = ("auto", "row_major", "column_major", "tiled")
 CHUNKS = (4, 8, 16, 24)
 BLOCKS = (2, 3, 4, 5, 8, 16)
 CASES = 60  # per setup, whose compilation takes about as long
@@ -119,6 +119,7 @@ class Setup:
       syntax: a text that selects the tool-call syntax of the target.
       variants: program variants that requests may use.
       prompt_logprobs: requests may have prompt log-probabilities.
+      scripted: drafts can be scripted.
     """
 
     family: str
@@ -129,6 +130,7 @@ class Setup:
     syntax: str = "<tool_call>"
     variants: tuple[str, ...] = VARIANTS
     prompt_logprobs: bool = True
+    scripted: bool = True
     weights_seed: int = 0
 
     def __str__(self) -> str:
@@ -145,7 +147,8 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
     rng = random.Random(f"{seed}/setup/{number}")
     families = [family] if family else [*FAMILIES, SHIPPED]
     turn, at = divmod(number, len(families))
-    chosen, kinds = families[at], list(DRAFTERS)
+    chosen = families[at]
+    kinds = list(DRAFTERS)
     weights = WEIGHTS[(at + turn) % len(WEIGHTS)]
     plan: dict[str, Any] = {
         "rows": rng.randint(1, 4),
@@ -156,7 +159,6 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
         "lookahead": rng.randrange(2),
         "steps_per_call": rng.choice([1, 2, 4]),
         "rings": rng.random() < 0.7,
-        "weight_layout": rng.choice(ORDERS) if weights == "float" else "auto",
         "weights": weights,
         "kernels": rng.choice(["auto", "auto", "xla"]),
         "activations": rng.choice(["auto", "auto", "float"]),
@@ -164,10 +166,11 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
     plan["max_length"] = 5 * plan["chunk"] + 120
     if chosen in (SHIPPED, GIVEN):
         plan["weights"] = "float" if weights == "packed" else weights
-        return Setup(family=chosen, plan=plan, prompt_logprobs=rng.random() < 0.5)
+        reports = rng.random() < 0.5
+        return Setup(family=chosen, plan=plan, prompt_logprobs=reports, scripted=False)
     drafter = kinds[(at + turn) % len(kinds)]
     if drafter == "dspark, cut by confidence":
-        plan["min_survival"] = rng.choice([0.2, 0.5])
+        plan["confidence_threshold"] = rng.choice([0.2, 0.5])
     width = {"int4": 64, "packed": 256}.get(weights)
     shape = {"hidden_size": width, "intermediate_size": width} if width else {}
     return Setup(
@@ -234,6 +237,7 @@ class Course:
         return SHORT_CASES if self.short else CASES
 
     def setup(self, case: int) -> Setup:
+        """Return the setup of a case."""
         number = case // self.cases
         if self.short:
             return SHORT[number % len(SHORT)]
@@ -261,7 +265,8 @@ WORDS += ["\u00c3", "\u00a9", "\u00e2", " done", "the", " a", "==", "\n\n", "()"
 MARKS = ["<tool_call>", "</tool_call>", "<function=", "</function>"]
 MARKS += ['{"name": "', '", "arguments": {"', "<parameter=", "read", "path"]  # prefixes of calls
 HIDDEN = ["<|a|>", "<|b|>", "<|c|>", "<|d|>", "<|e|>"]  # hidden in text
-THOUGHT, END = ["<think>", "</think>"], "<end>"
+THOUGHT = ["<think>", "</think>"]
+END = "<end>"
 TOKENS = [*LETTERS, *map(_stored, WORDS)]
 TOKENS += [*MARKS, *HIDDEN, *THOUGHT, END]
 # Tokens that recovery acts on: ends of stalls, hidden tokens, an opened thought.
@@ -276,12 +281,15 @@ class AuditedEngine:
     engine: Engine
     limits: Limits
 
-    def opened(self, *, segments: int = 0, folder: Path | None = None) -> Engine:
+    def opened(
+        self, *, segments: int = 0, folder: Path | None = None, drafter_seed: int | None = None
+    ) -> Engine:
         """Return another engine over the same models and programs, with separate state.
 
         Args:
           segments: capacity of its prefix cache in prompt chunks.
           folder: prefix folder.
+          drafter_seed: seed of random weights for its drafter; None for its own weights.
         """
         cache = self.engine.core.prefix_cache
         assert cache is not None
@@ -296,6 +304,9 @@ class AuditedEngine:
             tokenizer=self.engine.tokenizer,
         )
         made.core.runner.compiled.executables = dict(self.engine.core.runner.executables)
+        if drafter_seed is not None:
+            drawn = random_params(self.engine.graph.pair, dtype=plan.dtype, seed=drafter_seed)
+            made.update_params(made.params | {"drafter": jax.device_put(drawn["drafter"])})
         return made
 
 
@@ -308,20 +319,26 @@ def build(setup: Setup, *, target: str = "tiny", drafter: str | None = "own") ->
     plan = Plan(**setup.plan, prefix_cache=1 << 26, stop_slots=STOP_SLOTS)
     if setup.family in (SHIPPED, GIVEN):
         engine = dj.load(target, drafter, plan=plan)
-        engine.measures_drafting = False  # each case has a break-even of its own, to be repeatable
     else:
-        engine = scripted_engine(random_engine(setup, plan))
-    wanted = [*setup.variants, *[Variant.PROMPT][: setup.prompt_logprobs]]
+        engine = random_engine(setup, plan)
+    if setup.scripted:
+        engine = scripted_engine(engine)
+    engine.measures_drafting = False  # each case has a break-even of its own, to be repeatable
+    wanted = [*setup.variants]
+    if setup.prompt_logprobs:
+        wanted.append(Variant.PROMPT)
     engine.warm_up(Variant.GREEDY, Variant.RECOVERY, *wanted, Variant.CHUNKS)
     return AuditedEngine(setup, engine, _limits(setup, engine))
 
 
 def _limits(setup: Setup, engine: Engine) -> Limits:
-    plan, scripted = engine.plan, setup.family not in (SHIPPED, GIVEN)
-    pool, texts = tuple(range(engine.graph.config.vocab_size)), ()
+    plan = engine.plan
+    drawn = setup.family not in (SHIPPED, GIVEN)
+    pool = tuple(range(engine.graph.config.vocab_size))
+    texts: tuple[str, ...] = ()
     if engine.tokenizer is not None:
         texts = ("e", " ", ":", "\n", "a", "the", "1")
-    if not scripted and engine.tokenizer is not None:
+    if not drawn and engine.tokenizer is not None:
         pool = tuple(engine.tokenizer.encode(_sample_text(), specials=False))
     return Limits(
         rows=plan.rows,
@@ -331,13 +348,13 @@ def _limits(setup: Setup, engine: Engine) -> Limits:
         rounds=plan.steps_per_call,
         stop_tokens=plan.stop_slots - len(engine.graph.config.eos_token_ids),
         pool=pool,
-        ordered=not scripted and engine.tokenizer is not None,
-        open_thought=(TOKENS.index(THOUGHT[0]),) if scripted else (),
-        inviting=INVITING if scripted else (),
+        ordered=not drawn and engine.tokenizer is not None,
+        open_thought=(TOKENS.index(THOUGHT[0]),) if drawn else (),
+        inviting=INVITING if drawn else (),
         stop_texts=texts,
         variants=setup.variants,
         prompt_logprobs=setup.prompt_logprobs,
-        scripted=scripted,
+        scripted=setup.scripted,
         structured=bool(engine.graph.config.eos_token_ids),
     )
 
@@ -357,12 +374,12 @@ def _sample_text() -> str:
 def random_engine(setup: Setup, plan: Plan) -> Engine:
     """Return an engine over random models, stored as the plan says."""
     target, drafter = _configs(setup)
-    plan = dataclasses.replace(
-        plan, stored=_packed_kinds(target, drafter) if plan.weights == "packed" else ()
-    )
+    if plan.weights == "packed":
+        plan = dataclasses.replace(plan, stored=_packed_kinds(target, drafter))
     plan = resolve(plan, build_pair(target, drafter), platform="cpu", memory=AMPLE)
     params = random_params(build_pair(target, drafter), dtype=plan.dtype, seed=setup.weights_seed)
-    stored, specs = dict(plan.stored), planned(target, drafter, plan).specs
+    stored = dict(plan.stored)
+    specs = planned(target, drafter, plan).specs
     params = _with_blocks(params, stored, setup.weights_seed)
     params = pack_tree(params, {name: how for name, how in specs.items() if name not in stored})
     graph = build_graph(target, drafter, plan)
@@ -380,16 +397,19 @@ def _configs(setup: Setup) -> tuple[TargetConfig, DrafterConfig]:
 def _packed_kinds(target: TargetConfig, drafter: DrafterConfig) -> tuple[tuple[str, Spec], ...]:
     """Return packed kinds of the target's matrices: every kind of block in turn, where it fits."""
     pair = planned(target, drafter, Plan(dtype="float32"))
-    shapes, forms = pair.params, pair.forms
+    shapes = pair.params
+    forms = pair.forms
     of_files = [kind for kind in KINDS if kind not in ("int8", "int4z")]
-    kinds, found = itertools.cycle(of_files), []
+    kinds = itertools.cycle(of_files)
+    specs: list[tuple[str, Spec]] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path({"target": shapes["target"]}):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if forms.get(name) in (MATRIX, HEAD):
             fitting = [k for k in itertools.islice(kinds, len(of_files)) if fits(k, leaf.shape[0])]
-            found += [(name, (1, ((kind, leaf.shape[1]),))) for kind in fitting[:1]]
+            if fitting:
+                specs.append((name, (1, ((fitting[0], leaf.shape[1]),))))
             next(kinds)
-    return tuple(found)
+    return tuple(specs)
 
 
 def _with_blocks(params: Any, specs: Mapping[str, Spec], seed: int) -> Any:
@@ -405,27 +425,30 @@ def _with_blocks(params: Any, specs: Mapping[str, Spec], seed: int) -> Any:
 
 def _blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Packed:
     """Return a random packed weight [D, ...] of both signs, of about 1 / sqrt(D)."""
-    columns, found = math.prod(shape[1:]), {}
+    columns = math.prod(shape[1:])
+    arrays: dict[str, np.ndarray] = {}
     form = KINDS[kind]
-    span = {1: 256, 2: 16, 4: 64}[form.classes] / math.sqrt(12)  # of uniform codes
-    span *= (256 / math.sqrt(12) if form.high else 64 / math.sqrt(3)) if form.sub else 1
+    span = {1: 256, 2: 16, 4: 64}[form.classes] / math.sqrt(12)  # deviation of uniform codes
+    if form.sub:
+        span *= 256 / math.sqrt(12) if form.high else 64 / math.sqrt(3)
     scale = shape[0] ** -0.5 / span
     for name, (rows, dtype) in form.arrays(shape[0]).items():
-        size, made = (rows, columns), np.dtype(dtype)
+        size = (rows, columns)
+        made = np.dtype(dtype)
         if name in ("scale", "low"):
-            found[name] = np.full(size, scale * (7 if name == "low" else 1), made)
+            arrays[name] = np.full(size, scale * (7 if name == "low" else 1), made)
         elif dtype == "int8":
-            found[name] = rng.integers(-127, 128, size).astype(made)
+            arrays[name] = rng.integers(-127, 128, size).astype(made)
         else:
-            found[name] = rng.integers(0, 64 if "sub" in name else 256, size).astype(made)
-    return Packed(found, kind, shape)
+            arrays[name] = rng.integers(0, 64 if "sub" in name else 256, size).astype(made)
+    return Packed(arrays, kind, shape)
 
 
 def make_tokenizer(template: str) -> Tokenizer:
     """Return a tokenizer of `TOKENS`.
 
     Args:
-      template: its chat template, which shows how tool calls are written.
+      template: the chat template, which shows how tool calls are written.
     """
     core = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(TOKENS)}, merges=[]))
     core.add_tokens([*MARKS, *THOUGHT])

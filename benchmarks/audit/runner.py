@@ -27,7 +27,7 @@ from dflash_jax.graph.state import StepOutput
 from dflash_jax.testing import OWN, force_acceptance, set_row_scripts
 
 Counts = collections.Counter[str]
-MOST_TURNS = 1500  # per session; the longest take some hundreds
+MOST_TURNS = 1500  # turns in which no request ends; the longest requests take some hundreds
 
 
 class StalledError(Exception):
@@ -46,7 +46,7 @@ class Answer:
       pieces: ids and text of the streamed pieces, joined.
       traced: ids of its trace; None if it has none.
       error: the error that ended the request, if one did.
-      failures: of the device while the request ran.
+      failures: how often the device failed while the request ran.
     """
 
     token_ids: tuple[int, ...]
@@ -71,26 +71,31 @@ class Outcome:
 
 
 def run_scenario(
-    audited: AuditedEngine, scenario: Scenario, folder: Path, counts: Counts
+    audited: AuditedEngine,
+    scenario: Scenario,
+    folder: Path,
+    counts: Counts,
+    ended: Callable[[int], object],
 ) -> list[Outcome]:
     """Run a scenario to its end.
 
     Args:
       folder: an empty prefix folder.
       counts: updated with counts of events by name.
+      ended: called with the number of requests of a session that have ended, when it changes.
 
     Raises:
       StalledError: requests did not finish, or resources leaked.
     """
     alone = audited.opened()
-    alone.core.scheduler.pacer = ScriptedPacer((alone.plan.steps_per_call,))
+    alone.core.pacer = ScriptedPacer((alone.plan.steps_per_call,))
     references = [_references(alone, request) for request in scenario.requests]
-    lives: dict[int, list[RequestHandle]] = {}
-    for session in range(scenario.sessions):
-        lives |= _Session(audited, scenario, session, folder, references, counts).run()
+    answers: dict[int, list[Answer]] = {}
+    for number in range(scenario.sessions):
+        session = _Session(audited, scenario, number, folder, references, counts)
+        answers |= session.run(ended)
     return [
-        Outcome(request, references[i], list(map(_answer, lives[i])))
-        for i, request in enumerate(scenario.requests)
+        Outcome(request, references[i], answers[i]) for i, request in enumerate(scenario.requests)
     ]
 
 
@@ -120,7 +125,8 @@ def _options(request: AuditRequest) -> dict[str, Any]:
 
 
 def _answer(live: RequestHandle) -> Answer:
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = live.result()
     except DFlashError as raised:
@@ -154,12 +160,16 @@ class _Session:
         references: list[list[Answer]],
         counts: Counts,
     ):
-        self._scenario, self._references, self._counts = scenario, references, counts
+        self._scenario = scenario
+        self._references = references
+        self._counts = counts
         self._folder = folder if scenario.folder else None
         due = [i for i, request in enumerate(scenario.requests) if request.session == number]
         self._due = collections.deque(sorted(due, key=lambda i: scenario.requests[i].turn))
         self._turn = 0
-        self._lives: dict[int, list[RequestHandle]] = {}
+        self._last_end = 0  # turn in which a request ended or was submitted
+        self._lives: dict[int, list[RequestHandle]] = {}  # handles of requests that run
+        self._answers: dict[int, list[Answer]] = {}  # answers of requests that have ended
         self._cells: dict[int, dj.CancelCell] = {}
         self._ends: dict[int, int] = {}  # turn of each cancellation
         self._scripts: dict[int, list[float]] = {}  # by running request
@@ -167,10 +177,10 @@ class _Session:
         self._engines = [self._opened(audited, number, i) for i in range(scenario.engines)]
         self._scripted: list[list[int]] = [[] for _ in self._engines]  # requests by row
 
-    def run(self) -> dict[int, list[RequestHandle]]:
-        while self._due or not all(live.done for live in self._all()):
-            if not self._due and self._turn > MOST_TURNS:
-                raise StalledError(f"{self._unfinished()} requests run after {self._turn} turns")
+    def run(self, ended: Callable[[int], object]) -> dict[int, list[Answer]]:
+        while self._due or self._lives:
+            if self._turn > self._last_end + MOST_TURNS:
+                raise StalledError(f"{len(self._lives)} requests run after {self._turn} turns")
             self._submit()
             self._cancel()
             for number, engine in enumerate(self._engines):
@@ -178,17 +188,22 @@ class _Session:
             for reads in self._reads:
                 reads.tick()
             self._turn += 1
+            if self._collect():
+                ended(len(self._answers))
         for number, engine in enumerate(self._engines):
             self._close(number, engine)
-        return self._lives
+        return self._answers
 
     # -- engines ------------------------------------------------------------------------------
 
     def _opened(self, audited: AuditedEngine, session: int, number: int) -> Engine:
         scenario = self._scenario
-        engine = audited.opened(segments=scenario.segments, folder=self._folder)
-        engine.core.scheduler.pacer = ScriptedPacer(scenario.rounds)
-        most, plan = scenario.break_even if engine.plan.exact else 0.0, engine.plan
+        engine = audited.opened(
+            segments=scenario.segments, folder=self._folder, drafter_seed=scenario.drafter_seed
+        )
+        engine.core.pacer = ScriptedPacer(scenario.rounds)
+        plan = engine.plan
+        most = scenario.break_even if plan.exact else 0.0
         blocks = (2, *(block for block in (4, 8, plan.block) if 2 < block <= plan.block))
         lengths = tuple(1 + (most - 1) * block / plan.block for block in blocks)
         engine.core.meter.use(BreakEven((1,), (0,), blocks, ((lengths,),)) if most else UNKNOWN)
@@ -199,6 +214,7 @@ class _Session:
             key: calls.intercepting(str(key), program)
             for key, program in engine.core.runner.executables.items()
         }
+        self._programs = len(engine.core.runner.executables)
         if self._folder is not None:
             self._reads.append(DelayedReads(engine, scenario.disk_turns))
         return engine
@@ -206,8 +222,11 @@ class _Session:
     def _advance(self, number: int, engine: Engine) -> None:
         numbers = [x.number if x else 0 for x in engine.core.scheduler.rows]
         if numbers != self._scripted[number] and self._scripts:
-            found = {row: self._scripts.get(n) for row, n in enumerate(numbers)}
-            set_row_scripts(engine, {row: script for row, script in found.items() if script})
+            scripts = {}
+            for row, running in enumerate(numbers):
+                if script := self._scripts.get(running):
+                    scripts[row] = script
+            set_row_scripts(engine, scripts)
             self._scripted[number] = numbers
         try:
             engine.advance()
@@ -224,38 +243,50 @@ class _Session:
                 f" {engine.core.queued} in its queue; busy: {engine.core.busy}"
             )
         engine.close()
+        self._counts["programs compiled"] += len(engine.core.runner.executables) - self._programs
         if engine.core.prefix_cache is not None:
-            found = engine.core.prefix_cache.counters
-            self._counts["prefix hits"] += found.hits
-            self._counts["prefix tokens restored"] += found.hit_tokens
-            self._counts["prefix evictions"] += found.evictions
+            counters = engine.core.prefix_cache.counters
+            self._counts["prefix hits"] += counters.hits
+            self._counts["prefix tokens restored"] += counters.hit_tokens
+            self._counts["prefix evictions"] += counters.evictions
         disk = engine.core.runner.prefixes.disk if engine.core.runner.prefixes else None
         if disk is not None:
-            for name in ("read", "written", "spoiled", "failed", "skipped"):
+            for name in ("read", "written", "spoiled", "failed"):
                 self._counts[f"prefix segments {name}, disk"] += getattr(disk.counters, name)
 
     # -- requests -----------------------------------------------------------------------------
 
-    def _all(self) -> list[RequestHandle]:
-        return [live for lives in self._lives.values() for live in lives]
-
-    def _unfinished(self) -> int:
-        return sum(not live.done for live in self._all())
+    def _collect(self) -> bool:
+        """Keep the answers of requests that have ended; return whether there are any."""
+        done = [n for n, lives in self._lives.items() if all(live.done for live in lives)]
+        for number in done:
+            self._answers[number] = list(map(_answer, self._lives.pop(number)))
+            self._ends.pop(number, None)
+        if done:
+            self._last_end = self._turn
+        return bool(done)
 
     def _submit(self) -> None:
         requests = self._scenario.requests
-        if self._due and not self._unfinished():  # skip idle turns
+        most = self._scenario.waiting or len(requests)
+        if self._due and not self._lives:  # skip idle turns
             self._turn = max(self._turn, requests[self._due[0]].turn)
-        while self._due and requests[self._due[0]].turn <= self._turn:
+        while self._due and requests[self._due[0]].turn <= self._turn and len(self._lives) < most:
             number = self._due.popleft()
             request = requests[number]
             engine = self._engines[request.engine]
             cell = self._cells[number] = dj.CancelCell()
-            traces = {"trace": number % 2 == 0}  # a trace changes no token
-            options = cast(Any, _options(request) | traces)
-            lives = engine.prepare(request.prompt, n=request.answers, cancel=cell, **options)
+            options = cast(Any, _options(request))
+            lives = engine.prepare(
+                request.prompt,
+                n=request.answers,
+                cancel=cell,
+                trace=number % 2 == 0,  # a trace changes no token
+                **options,
+            )
             engine.enqueue(lives)
             self._lives[number] = lives
+            self._last_end = self._turn
             if request.cancellation:
                 self._ends[number] = self._turn + request.cancellation.turns
             if script := _script(
@@ -266,13 +297,16 @@ class _Session:
     def _cancel(self) -> None:
         for number in [n for n, turn in self._ends.items() if turn <= self._turn]:
             del self._ends[number]
-            request, lives = self._scenario.requests[number], self._lives[number]
-            assert request.cancellation is not None
-            how = request.cancellation.how
-            self._counts[f"cancelled by {how}"] += sum(not live.done for live in lives)
+            lives = self._lives[number]
+            cancellation = self._scenario.requests[number].cancellation
+            assert cancellation is not None
+            how = cancellation.how
+            running = [live for live in lives if not live.done]
+            self._counts[f"cancelled by {how}"] += len(running)
             if how == "cell":
                 self._cells[number].cancel()
-            for live in lives if how != "cell" else ():
+                continue
+            for live in lives:
                 end_request(live, how)
 
 
@@ -307,7 +341,8 @@ class ScriptedPacer(StepPacer):
 
     def __init__(self, rounds: tuple[int, ...]):
         super().__init__(max(rounds))
-        self._all, self._calls = rounds, 0
+        self._all = rounds
+        self._calls = 0
         self.num_steps = rounds[0]
 
     def record(self, num_steps: int, dispatched: float) -> None:
@@ -334,7 +369,8 @@ class InterceptedCalls:
 
     def __init__(self, failures: list[Failure], counts: Counts):
         self._failures = {failure.call: failure for failure in failures}
-        self._counts, self._calls = counts, 0
+        self._counts = counts
+        self._calls = 0
 
     def intercepting(self, name: str, program: Callable[..., Any]) -> Any:
         """Return the program wrapped for an engine."""
@@ -363,36 +399,47 @@ class DelayedReads:
     def __init__(self, engine: Engine, turns: int):
         assert engine.core.runner.prefixes is not None
         assert engine.core.runner.prefixes.disk is not None
-        self._disk, self._turns = engine.core.runner.prefixes.disk, turns
+        self._disk = engine.core.runner.prefixes.disk
+        self._turns = turns
         self._read = self._disk.read
         self._disk.read = self._delayed  # type: ignore[method-assign]
         self._waiting: list[tuple[int, concurrent.futures.Future[Any], Any]] = []
 
     def tick(self) -> None:
+        """Count a turn, and end the reads whose turns are over."""
         self._disk.flush()
-        self._waiting = [(turns - 1, later, found) for turns, later, found in self._waiting]
-        for _, later, found in [x for x in self._waiting if x[0] <= 0]:
-            later.set_result(found)
-        self._waiting = [x for x in self._waiting if x[0] > 0]
+        waiting = []
+        for turns, later, segment in self._waiting:
+            if turns > 1:
+                waiting.append((turns - 1, later, segment))
+            else:
+                later.set_result(segment)
+        self._waiting = waiting
 
     def _delayed(self, *arguments: Any, **options: Any) -> Any:
         self._disk.flush()
         reading = self._read(*arguments, **options)
         if reading is None:
             return None
-        found, later = reading.result(), concurrent.futures.Future()
+        segment = reading.result()
+        later: concurrent.futures.Future[Any] = concurrent.futures.Future()
         if self._turns:
-            self._waiting.append((self._turns, later, found))
+            self._waiting.append((self._turns, later, segment))
         else:
-            later.set_result(found)
+            later.set_result(segment)
         return later
 
 
 # -- comparison --------------------------------------------------------------------------------
 
 
-def run_case(audited: AuditedEngine, scenario: Scenario) -> tuple[list[str], Counts]:
+def run_case(
+    audited: AuditedEngine, scenario: Scenario, ended: Callable[[int], object] = lambda count: None
+) -> tuple[list[str], Counts]:
     """Run a scenario and compare its answers with plain decoding.
+
+    Args:
+      ended: called with the number of requests of a session that have ended, when it changes.
 
     Returns:
       Descriptions of the differences, and counts of events by name.
@@ -400,7 +447,7 @@ def run_case(audited: AuditedEngine, scenario: Scenario) -> tuple[list[str], Cou
     counts: Counts = collections.Counter(cases=1)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            outcomes = run_scenario(audited, scenario, Path(folder), counts)
+            outcomes = run_scenario(audited, scenario, Path(folder), counts, ended)
     except Exception:  # any error of an engine is a finding
         return [traceback.format_exc()], counts
     for outcome in outcomes:
@@ -411,28 +458,30 @@ def run_case(audited: AuditedEngine, scenario: Scenario) -> tuple[list[str], Cou
 def _counted(outcome: Outcome) -> Counts:
     """Count the events of a request."""
     options = outcome.request.options
-    found: Counts = collections.Counter({"requests": 1, "answers": len(outcome.answers)})
-    found["structured answers"] = len(outcome.answers) * ("structured" in options)
+    counts: Counts = collections.Counter({"requests": 1, "answers": len(outcome.answers)})
+    if "structured" in options:
+        counts["structured answers"] = len(outcome.answers)
     for answer in outcome.answers:
-        stats, kind = answer.stats, "greedy" if outcome.request.greedy else "sampled"
-        found[f"{kind} answers"] += 1
-        found[f"{kind} tokens"] += len(answer.token_ids)
-        found["tokens"] += len(answer.token_ids)
-        found[f"ended by {answer.finish_reason}"] += 1
-        found["rounds"] += stats.rounds
-        found["drafts"] += stats.drafted
-        found["accepted drafts"] += stats.accepted
-        found["plain steps"] += stats.plain_steps
-        found["prompt tokens from prefixes"] += stats.cached_tokens
-        found |= collections.Counter()
-        found.update({f"recovery: {name}": n for name, n in stats.recovery.items()})
-        found.update({f"fallback: {name}": n for name, n in stats.fallbacks.items()})
-    return found
+        stats = answer.stats
+        kind = "greedy" if outcome.request.greedy else "sampled"
+        counts[f"{kind} answers"] += 1
+        counts[f"{kind} tokens"] += len(answer.token_ids)
+        counts["tokens"] += len(answer.token_ids)
+        counts[f"ended by {answer.finish_reason}"] += 1
+        counts["rounds"] += stats.rounds
+        counts["drafts"] += stats.drafted
+        counts["accepted drafts"] += stats.accepted
+        counts["plain steps"] += stats.plain_steps
+        counts["prompt tokens from prefixes"] += stats.cached_tokens
+        counts |= collections.Counter()
+        counts.update({f"recovery: {name}": n for name, n in stats.recovery.items()})
+        counts.update({f"fallback: {name}": n for name, n in stats.fallbacks.items()})
+    return counts
 
 
 # Statistics that depend on scheduling, not on the tokens.
 ABOUT_DECODING = ("rebuilt", "cancelled_", "deadline")
-CLOSE = {"rel_tol": 1e-5, "abs_tol": 1e-5}  # of log-probabilities
+TOLERANCE = 1e-5  # of log-probabilities
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -448,11 +497,11 @@ class Difference:
     answer: int
     what: str
     expected: Any
-    found: Any
+    actual: Any
 
     def __str__(self) -> str:
         where = f"request {self.request}, answer {self.answer}"
-        return f"{where}: {self.what} is {self.found!r}, expected {self.expected!r}"
+        return f"{where}: {self.what} is {self.actual!r}, expected {self.expected!r}"
 
 
 def differences(outcomes: list[Outcome]) -> Iterator[Difference]:
@@ -460,18 +509,19 @@ def differences(outcomes: list[Outcome]) -> Iterator[Difference]:
     for number, outcome in enumerate(outcomes):
         for place, answer in enumerate(outcome.answers):
             alone = outcome.references[0 if outcome.request.greedy else place]
-            found = _first(outcome.request, alone, answer)
-            if found is not None:
-                what, expected, got = found
+            mismatch = _first(outcome.request, alone, answer)
+            if mismatch is not None:
+                what, expected, actual = mismatch
                 yield Difference(
-                    request=number, answer=place, what=what, expected=expected, found=got
+                    request=number, answer=place, what=what, expected=expected, actual=actual
                 )
 
 
-Found = tuple[str, Any, Any]
+Mismatch = tuple[str, Any, Any]  # what differs, the expected value, and the actual one
 
 
-def _first(request: AuditRequest, alone: Answer, answer: Answer) -> Found | None:
+def _first(request: AuditRequest, alone: Answer, answer: Answer) -> Mismatch | None:
+    """Return the first difference of an answer from that of the request alone."""
     if answer.pieces[0] != answer.token_ids:
         return "the ids of its pieces", answer.token_ids, answer.pieces[0]
     if answer.text is not None and answer.pieces[1] != answer.text:
@@ -488,23 +538,22 @@ def _first(request: AuditRequest, alone: Answer, answer: Answer) -> Found | None
         "text": (alone.text, answer.text),
         "recovery": (_events(alone.stats.recovery), _events(answer.stats.recovery)),
     }
-    for what, (expected, found) in pairs.items():
-        if expected != found:
-            return what, expected, found
+    for what, (expected, actual) in pairs.items():
+        if expected != actual:
+            return what, expected, actual
     for what in ("logprobs", "prompt_logprobs"):
-        expected, found = getattr(alone, what), getattr(answer, what)
-        if difference := _likelihoods(what, expected, found):
+        if difference := _likelihoods(what, getattr(alone, what), getattr(answer, what)):
             return difference
     return None
 
 
-def _tokens(expected: tuple[int, ...], found: tuple[int, ...], cut: bool) -> Found | None:
+def _tokens(expected: tuple[int, ...], actual: tuple[int, ...], cut: bool) -> Mismatch | None:
     """Return the first token that differs; an interrupted answer may end sooner."""
-    for place, (a, b) in enumerate(zip(expected, found, strict=False)):
+    for place, (a, b) in enumerate(zip(expected, actual, strict=False)):
         if a != b:
             return f"token {place}", a, b
-    if len(found) > len(expected) or (len(found) < len(expected) and not cut):
-        return "the number of tokens", len(expected), len(found)
+    if len(actual) > len(expected) or (len(actual) < len(expected) and not cut):
+        return "the number of tokens", len(expected), len(actual)
     return None
 
 
@@ -513,11 +562,11 @@ def _events(recovery: Mapping[str, int]) -> dict[str, int]:
 
 
 def _likelihoods(
-    what: str, expected: list[TokenLogprob] | None, found: list[TokenLogprob] | None
-) -> Found | None:
-    if expected is None or found is None:
-        return None if expected is found else (what, expected, found)
-    for place, (a, b) in enumerate(zip(expected, found, strict=True)):
+    what: str, expected: list[TokenLogprob] | None, actual: list[TokenLogprob] | None
+) -> Mismatch | None:
+    if expected is None or actual is None:
+        return None if expected is actual else (what, expected, actual)
+    for place, (a, b) in enumerate(zip(expected, actual, strict=True)):
         same = a.token_id == b.token_id and [i for i, _ in a.top] == [i for i, _ in b.top]
         if not same or not all(map(_close, _numbers(a), _numbers(b))):
             return f"{what} of token {place}", a, b
@@ -531,4 +580,4 @@ def _numbers(token: TokenLogprob) -> list[float | None]:
 def _close(a: float | None, b: float | None) -> bool:
     if a is None or b is None:
         return a is b
-    return math.isclose(a, b, **CLOSE)
+    return math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)

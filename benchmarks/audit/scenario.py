@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-VARIANTS = ("sampled", "penalized", "constrained")  # of programs, beside the greedy ones
+VARIANTS = ("sampled", "penalized", "constrained")  # variants of programs beside the greedy ones
 MOST_NEW = 64  # output tokens per request
 TOOLS = [{"name": "read", "parameters": {"type": "object", "required": ["path"]}}]
 SCHEMA = {
@@ -129,6 +129,8 @@ class Scenario:
       disk_turns: turns that a read from the folder takes.
       rounds: maximum steps of successive decoding calls, repeated as needed.
       break_even: tokens per round from which drafting pays; 0 if unknown.
+      waiting: requests that may be unfinished when another is submitted; 0 for any number.
+      drafter_seed: the drafter has random weights of this seed; None for its own.
     """
 
     requests: tuple[AuditRequest, ...]
@@ -140,6 +142,8 @@ class Scenario:
     disk_turns: int = 0
     rounds: tuple[int, ...] = (1,)
     break_even: float = 0.0
+    waiting: int = 0
+    drafter_seed: int | None = None
 
     def to_json(self) -> str:
         """Return the scenario as JSON, one request per line; `from_json` is the inverse."""
@@ -155,16 +159,18 @@ class Scenario:
           ValueError, TypeError: the text is not JSON, or has other fields.
         """
         fields = json.loads(text)
-        requests = [_request(**x) for x in fields.pop("requests")]
+        requests = [_request(x) for x in fields.pop("requests")]
         failures = [Failure(**x) for x in fields.pop("failures", ())]
         fields["rounds"] = tuple(fields.get("rounds", (1,)))
         return cls(requests=tuple(requests), failures=tuple(failures), **fields)
 
 
-def _request(cancellation: Mapping[str, Any] | None = None, **fields: Any) -> AuditRequest:
-    lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}
-    end = Cancellation(**cancellation) if cancellation else None
-    return AuditRequest(**fields | lists, cancellation=end)
+def _request(fields: Mapping[str, Any]) -> AuditRequest:
+    """Return the request of JSON values."""
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    if values.get("cancellation"):
+        values["cancellation"] = Cancellation(**values["cancellation"])
+    return AuditRequest(**values)
 
 
 def draw_scenario(seed: int, case: int, limits: Limits) -> Scenario:
@@ -174,8 +180,8 @@ def draw_scenario(seed: int, case: int, limits: Limits) -> Scenario:
     variants = [variant for variant in mixed if variant in limits.variants]
     segments = rng.choice([0, 2, 6, 64, 64])
     folder = segments > 0 and rng.random() < 0.35
-    sessions = 1 + (folder and rng.random() < 0.6)
-    engines = 1 + (folder and rng.random() < 0.4)
+    sessions = 2 if folder and rng.random() < 0.6 else 1
+    engines = 2 if folder and rng.random() < 0.4 else 1
     longest = min(5 * limits.chunk, limits.max_length - MOST_NEW - limits.chunk)
     documents = [_text(rng, limits, max(longest, 1)) for _ in range(2)]
     requests = []
@@ -183,8 +189,9 @@ def draw_scenario(seed: int, case: int, limits: Limits) -> Scenario:
         turn = 0
         for _ in range(rng.randint(2, 9 if sessions == 1 else 6)):
             turn += rng.choice([0, 0, 1, 2, 7])
-            place = {"session": session, "engine": rng.randrange(engines), "turn": turn}
-            requests.append(_draw_request(rng, limits, variants, documents, **place))
+            engine = rng.randrange(engines)
+            request = _draw_request(rng, limits, variants, documents)
+            requests.append(dataclasses.replace(request, session=session, engine=engine, turn=turn))
     failures = [
         Failure(
             how=rng.choice(["dispatch", "dispatch", "answer", "interrupt"]),
@@ -212,8 +219,8 @@ def _draw_request(
     limits: Limits,
     variants: Sequence[str],
     documents: Sequence[tuple[int, ...]],
-    **place: int,
 ) -> AuditRequest:
+    """Draw a request, without its place in the scenario."""
     most = min(MOST_NEW, limits.max_length // 3)
     options: dict[str, Any] = {"max_tokens": rng.choice([1, 2, *[rng.randint(8, most)] * 8])}
     prompt = _prompt(rng, limits, documents)
@@ -240,10 +247,12 @@ def _draw_request(
     if rng.random() < 0.15:
         how = rng.choice(["cell", "close", "close", "drop"])
         end = Cancellation(how=how, turns=rng.choice([rng.randrange(4), rng.randrange(30)]))
-    accepted, broken = (), ()
+    accepted: tuple[int, ...] = ()
+    broken: tuple[int, ...] = ()
     if limits.scripted and rng.random() < 0.85:
         accepted = tuple(rng.randrange(limits.block) for _ in range(rng.randint(1, 8)))
-        broken = tuple(rng.sample(range(most), 3)) if rng.random() < 0.1 else ()
+        if rng.random() < 0.1:
+            broken = tuple(rng.sample(range(most), 3))
     return AuditRequest(
         prompt=prompt[-(limits.max_length - options["max_tokens"]) :],
         options=options,
@@ -251,12 +260,11 @@ def _draw_request(
         cancellation=end,
         accepted=accepted,
         broken=broken,
-        **place,
     )
 
 
 def _text(rng: random.Random, limits: Limits, length: int) -> tuple[int, ...]:
-    """Return `count` ids of the pool."""
+    """Return `length` ids of the pool."""
     if not limits.ordered:
         return tuple(rng.choice(limits.pool) for _ in range(length))
     start = rng.randrange(len(limits.pool) - length)
@@ -290,31 +298,32 @@ def _recovery(rng: random.Random, limits: Limits, most: int) -> dict[str, Any]:
     """Draw recovery settings, with stop tokens and tools that trigger the rules."""
     settings = {
         "floor": rng.choice([0, 4, most, most]),
-        "below_floor": rng.choice(["odds", "odds", "rescue", "replace", "compat"]),
         "tool_prefix": rng.random() < 0.7,
-        "call_odds": rng.choice([-100.0, -100.0, -100.0, -5.0]),
+        "tool_call_threshold": rng.choice([-100.0, -100.0, -100.0, -5.0]),
         "call_retry": rng.random() < 0.5,
         "empty_retry": rng.random() < 0.6,
-        "repeat_limit": rng.choice([0, 2, 3, None]),
-        "runaway": (True, "measured", False, False)[int(4 * (drawn := rng.random()))],
-        "loop_tokens": 2 + int(1000 * drawn) % 20,
-        "repeated_calls": (0, 2, 3)[int(1000 * drawn) % 3],
-        "watchdog": rng.choice(["off", "on", "compat"]),
+        "repeat_limit": rng.choice([0, 0, 2, 3]),
+        "loops": rng.random() < 0.5,
+        "loop_tokens": rng.randint(2, 21),
+        "watchdog": rng.random() < 0.5,
+        "repeated_calls": rng.choice([0, 2, 3]),
         "answer_reserve": rng.choice([0, 10, 60]),
         "floor_in_thought": rng.random() < 0.3,
     }
-    found: dict[str, Any] = {"recovery": settings}
+    options: dict[str, Any] = {"recovery": settings}
     if rng.random() < 0.7:
         ids = [rng.choice(limits.pool) for _ in range(limits.stop_tokens)]
-        found["stop_token_ids"] = sorted({*ids})
-    return found | ({"tools": TOOLS} if rng.random() < 0.7 else {})
+        options["stop_token_ids"] = sorted({*ids})
+    if rng.random() < 0.7:
+        options["tools"] = TOOLS
+    return options
 
 
 def _shaping(rng: random.Random, limits: Limits) -> dict[str, Any]:
     """Draw penalties, biases and log-probabilities."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if rng.random() < 0.6:
-        found |= rng.choice(
+        options |= rng.choice(
             [
                 {"repetition_penalty": 1.3},
                 {"frequency_penalty": 0.7, "presence_penalty": -0.3},
@@ -322,7 +331,7 @@ def _shaping(rng: random.Random, limits: Limits) -> dict[str, Any]:
             ]
         )
     if limits.inviting and rng.random() < 0.5:
-        found["logit_bias"] = {str(i): rng.choice([2.0, 5.0]) for i in limits.inviting}
-    if rng.random() < 0.4 or not found:
-        found["logprobs"] = rng.randrange(4)
-    return found
+        options["logit_bias"] = {str(i): rng.choice([2.0, 5.0]) for i in limits.inviting}
+    if rng.random() < 0.4 or not options:
+        options["logprobs"] = rng.randrange(4)
+    return options

@@ -1,5 +1,1 @@
-"""GGUF files: a reader that checks every bound, and a writer of targets and drafters."""
-
-from dflash_jax.converters.gguf.file import GgufFile, open_gguf
-
-__all__ = ["GgufFile", "open_gguf"]
+"""Models in GGUF files: targets, drafters and tokenizers, read and written."""

@@ -8,19 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.config import FULL, SLIDING, DrafterConfig, drafter_config
-from dflash_jax.config.family import drafter_kinds
-from dflash_jax.converters import families
-from dflash_jax.converters.canonical import Canonical, Origin
-from dflash_jax.converters.gguf import keys
-from dflash_jax.converters.gguf.file import GgufArray, GgufFile
-from dflash_jax.converters.gguf.keys import GgufFields, geometry, weight_dtype
-from dflash_jax.converters.gguf.tensors import Shapes, stored_name
-from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
+from dflash_jax import families
+from dflash_jax.config import FULL, SLIDING, DrafterConfig
+from dflash_jax.converters.formats.canonical import Canonical, Origin
+from dflash_jax.converters.formats.gguf import keys
+from dflash_jax.converters.formats.gguf.file import GgufArray, GgufFile
+from dflash_jax.converters.formats.gguf.keys import GgufFields, geometry, weight_dtype
+from dflash_jax.converters.formats.gguf.tensors import Shapes, stored_name
+from dflash_jax.converters.formats.gguf.writer import BOOL, F32, I32, U32, Typed
+from dflash_jax.converters.formats.slots import TensorPart
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.slots import TensorPart
 from dflash_jax.converters.taps import AUTO, PLUS_ONE, RAW, Taps, read_taps
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.families import drafter_kinds
+from dflash_jax.families.configs import drafter_config
+from dflash_jax.families.entry import DrafterGguf
 
 # The GGUF dialects of published DFlash drafters: their keys and tensor names.
 
@@ -138,11 +140,11 @@ def _number(fields: GgufFields, keys: tuple[str, ...], limit: int) -> int:
 def _mask(fields: GgufFields) -> int:
     keys = ["tokenizer.ggml.mask_token_id"]
     keys += [f"{fields.architecture}.{k}" for k in ("dflash.mask_token_id", "mask_token_id")]
-    found = {key: fields.metadata[key] for key in keys if key in fields.metadata}
-    values: set[Any] = set(found.values())
+    ids = {key: fields.metadata[key] for key in keys if key in fields.metadata}
+    values: set[Any] = set(ids.values())
     if len(values) != 1 or type(next(iter(values))) is not int:
         raise ConfigError(
-            f"{fields.where} must name one mask token id; found {found or 'none'} under"
+            f"{fields.where} must name one mask token id; found {ids or 'none'} under"
             f" {', '.join(keys)}. It cannot be guessed: use the original drafter"
         )
     return values.pop()
@@ -195,7 +197,7 @@ def _refuse_relatives(source: GgufFile) -> None:
 def _hf_fields(source: GgufFile, fields: GgufFields, dialect: Dialect) -> dict[str, Any]:
     shapes = {name: source.shape(name) for name in source.names()}
     kind = _kind(shapes)
-    found = geometry(fields) | {
+    described = geometry(fields) | {
         "architectures": [drafter_kinds()[kind].architectures[0]],
         "model_type": "qwen3",
         "vocab_size": dialect.vocab_size,
@@ -209,20 +211,20 @@ def _hf_fields(source: GgufFile, fields: GgufFields, dialect: Dialect) -> dict[s
             "input_embedding_scale": _optional(fields, "embedding_scale"),
             "output_multiplier": _optional(fields, "logit_scale"),
             "final_logit_softcapping": _optional(fields, "final_logit_softcapping"),
-            **families.provided(kind, "from_gguf")(fields, shapes),
+            **_gguf_of(kind).from_gguf(fields, shapes),
         },
         "dtype": weight_dtype(source),
     }
     if "d2t" in source.names():
-        found["draft_vocab_size"] = source.shape("d2t")[0]
-    return found | _windows(fields, found["num_hidden_layers"])
+        described["draft_vocab_size"] = source.shape("d2t")[0]
+    return described | _windows(fields, described["num_hidden_layers"])
 
 
 def _kind(shapes: Shapes) -> str:
-    """The kind of drafter that a file's tensors belong to."""
-    for kind in drafter_kinds():
-        if not shapes.keys().isdisjoint(families.provided(kind, "GGUF_MARKS", ())):
-            return kind
+    """Return the kind of drafter that a file's tensors belong to."""
+    for name, kind in drafter_kinds().items():
+        if kind.gguf is not None and not shapes.keys().isdisjoint(kind.gguf.marks):
+            return name
     return "dflash"
 
 
@@ -258,7 +260,8 @@ def _check_taps(source: GgufFile, config: DrafterConfig) -> None:
     name = next((n for n in aliases("fc.weight") if n in set(source.names())), None)
     if name is None:
         return  # reported as missing with everything else
-    into, taps = source.shape(name)[-1], len(config.target_layer_ids)
+    into = source.shape(name)[-1]
+    taps = len(config.target_layer_ids)
     if into != taps * config.hidden_size:
         raise ConfigError(
             f"{source.path}: {name} takes {into} features; {taps} taps of width"
@@ -276,14 +279,14 @@ def canonical(source: GgufFile, config: DrafterConfig) -> Canonical:
     origins: dict[str, Origin] = {}
     for slot in families.slots(config):
         for part in slot.parts:
-            found = [name for name in aliases(part.name) if name in present]
-            if len(found) > 1:
+            names = [name for name in aliases(part.name) if name in present]
+            if len(names) > 1:
                 raise CheckpointError(
-                    f"{source.path}: {' and '.join(found)} both mean {part.name}; keep one"
+                    f"{source.path}: {' and '.join(names)} both mean {part.name}; keep one"
                 )
-            if found:
-                flat = part.name in families.provided(config.kind, "GGUF_FLAT", ())
-                origins[part.name] = _origin(part, found[0], flat=flat)
+            if names:
+                flat = part.name in _gguf_of(config.kind).flat
+                origins[part.name] = _origin(part, names[0], flat=flat)
     if "lm_head.weight" not in origins and config.own_head:
         table = origins.get("embed_tokens.weight")
         if table and source.shape(table.name) == (config.choices, config.hidden_size):
@@ -308,19 +311,29 @@ def _offsets(ids: np.ndarray) -> np.ndarray:
 
 def aliases(name: str) -> tuple[str, ...]:
     """Return every GGUF spelling of a canonical drafter tensor, whatever the kind."""
-    outer, layer = (_spellings(table) for table in ("GGUF_NAMES", "GGUF_LAYER_NAMES"))
+    outer: dict[str, tuple[str, ...]] = {}
+    layer: dict[str, tuple[str, ...]] = {}
+    for kind in drafter_kinds().values():
+        if kind.gguf is not None:
+            outer |= kind.gguf.names
+            layer |= kind.gguf.layer_names
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     if match and match[2] in layer:
         return tuple(f"blk.{match[1]}.{alias}" for alias in layer[match[2]])
     return outer[name] if name in outer else (stored_name(name),)
 
 
-def _spellings(table: str) -> dict[str, tuple[str, ...]]:
-    """The spellings of all kinds, by canonical name."""
-    found: dict[str, tuple[str, ...]] = {}
-    for kind in drafter_kinds():
-        found |= families.provided(kind, table, {})
-    return found
+def _gguf_of(name: str) -> DrafterGguf:
+    """Return the GGUF files of a kind of drafter.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    if (gguf := drafter_kinds()[name].gguf) is None:
+        raise ConfigError(
+            f"a {name} drafter has no form in GGUF; export to the Hugging Face layout instead"
+        )
+    return gguf
 
 
 # Metadata and tensor names of a drafter in llama.cpp's `dflash` architecture.
@@ -361,28 +374,22 @@ def metadata(config: DrafterConfig, *, mrope: bool = False) -> keys.Metadata:
     own |= keys.rope(config.rope) | _attention(config) | _scales(config)
     if mrope:
         own["rope.dimension_sections"] = Typed(I32, [config.head_dim // 2, 0, 0, 0])
-    to_gguf = families.provided(config.kind, "to_gguf")
-    if to_gguf is None:
-        raise ConfigError(
-            f"a {config.kind} drafter has no form in GGUF; export to the Hugging Face layout"
-            " instead"
-        )
-    return own | to_gguf(config)
+    return own | _gguf_of(config.kind).to_gguf(config)
 
 
 def _attention(config: DrafterConfig) -> keys.Metadata:
     """Return windows, and as upstream does, causality only if the layers do not imply it."""
     fields = published.drafter_fields(config, "float32")
-    found = {}
+    keys_of_layers = {}
     if fields["sliding_window"] is not None:
         pattern = [kind == SLIDING for kind in fields["layer_types"]]
-        found["attention.sliding_window"] = Typed(U32, fields["sliding_window"])
-        found["attention.sliding_window_pattern"] = Typed(BOOL, pattern)
+        keys_of_layers["attention.sliding_window"] = Typed(U32, fields["sliding_window"])
+        keys_of_layers["attention.sliding_window_pattern"] = Typed(BOOL, pattern)
     elif SLIDING in fields["layer_types"]:
         raise ConfigError("causal and other layers without a window have no form in a drafter GGUF")
     if "is_causal" in fields:
-        found["attention.causal"] = Typed(BOOL, fields["is_causal"])
-    return found
+        keys_of_layers["attention.causal"] = Typed(BOOL, fields["is_causal"])
+    return keys_of_layers
 
 
 def _scales(config: DrafterConfig) -> keys.Metadata:

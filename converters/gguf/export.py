@@ -8,24 +8,26 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax import families
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
-from dflash_jax.config.family import family_of, gguf_architectures, target_families
-from dflash_jax.converters import families
-from dflash_jax.converters.canonical import Canonical, Computed, Origin
+from dflash_jax.converters.formats.canonical import Canonical, Computed, Origin
+from dflash_jax.converters.formats.gguf import keys
+from dflash_jax.converters.formats.gguf.file import STRING
+from dflash_jax.converters.formats.gguf.tensors import stored_name
+from dflash_jax.converters.formats.gguf.writer import U32, PlannedBlocks, Typed, typed
+from dflash_jax.converters.formats.source import TensorSource
 from dflash_jax.converters.forms import FILE_TYPES
-from dflash_jax.converters.gguf import drafter, keys
+from dflash_jax.converters.gguf import drafter
 from dflash_jax.converters.gguf.drafter import UPSTREAM
-from dflash_jax.converters.gguf.file import STRING
 from dflash_jax.converters.gguf.importance import Importance
 from dflash_jax.converters.gguf.mixtures import Choice, choose, fallbacks
-from dflash_jax.converters.gguf.tensors import stored_name
 from dflash_jax.converters.gguf.tokenizer import STOP_TEXTS
-from dflash_jax.converters.gguf.writer import U32, PlannedBlocks, Typed, typed
-from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import ConfigError
+from dflash_jax.families import gguf_architectures
+from dflash_jax.families.entry import TargetGguf
 
 QUANTISATION_VERSION = 2
-SECTIONS = ".rope.dimension_sections"  # of targets with several position rows (M-RoPE)
+SECTIONS = ".rope.dimension_sections"  # key of targets with several position rows (M-RoPE)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class GgufForm:
     tensors: Canonical  # under stored names
     planned: tuple[PlannedBlocks, ...]
     fallbacks: Mapping[str, str]  # tensors that have another type than their rows fit, and why
-    importance: Mapping[str, np.ndarray]  # of inputs of matrices, float32 [experts, inputs]
+    importance: Mapping[str, np.ndarray]  # by matrix, float32 [experts, inputs]
 
     @property
     def nbytes(self) -> int:
@@ -65,11 +67,13 @@ def as_gguf(
       ConfigError: the model has no form in GGUF, or the type is unknown.
     """
     choice = kind if isinstance(kind, Choice) else Choice(kind)
-    choice, kept = dataclasses.replace(choice, steered=importance is not None), kept or {}
+    choice = dataclasses.replace(choice, steered=importance is not None)
+    kept = kept or {}
     own: Mapping[str, Typed | None]
     if isinstance(config, DrafterConfig):
         mrope = any(key.endswith(SECTIONS) for key in kept)
-        architecture, own = UPSTREAM, drafter.metadata(config, mrope=mrope)
+        architecture = UPSTREAM
+        own = drafter.metadata(config, mrope=mrope)
         origins = drafter.origins(config)
     else:
         architecture, own = _target_keys(config)
@@ -79,16 +83,16 @@ def as_gguf(
     chosen = choose(shapes, config, choice)
     quantised = any(each.kind.dtype is None for each in chosen.values())
     stated = {f"{architecture}.{key}": value for key, value in own.items()}
-    found = _general(architecture, FILE_TYPES[choice.name], kept, quantised=quantised)
-    found |= {key: value for key, value in stated.items() if value is not None}
-    found |= _tokenizer(config, architecture, kept)
-    found |= {
+    metadata = _general(architecture, FILE_TYPES[choice.name], kept, quantised=quantised)
+    metadata |= {key: value for key, value in stated.items() if value is not None}
+    metadata |= _tokenizer(config, architecture, kept)
+    metadata |= {
         key: typed(value)
         for key, value in kept.items()
-        if key not in found and key not in stated and _is_other(key, architecture)
+        if key not in metadata and key not in stated and _is_other(key, architecture)
     }
     return GgufForm(
-        found,
+        metadata,
         stored,
         tuple(PlannedBlocks(name, chosen[name].kind, shape) for name, shape in shapes.items()),
         fallbacks(chosen, shapes),
@@ -124,52 +128,51 @@ def _tokenizer(
     config: AttentionConfig, architecture: str, kept: Mapping[str, Any]
 ) -> dict[str, Typed]:
     """Return the tokenizer's keys, with end tokens that readers would not find by their text."""
-    found = {key: typed(v) for key, v in kept.items() if key.startswith("tokenizer.")}
+    metadata = {key: typed(v) for key, v in kept.items() if key.startswith("tokenizer.")}
     if isinstance(config, DrafterConfig):
-        return found | {"tokenizer.ggml.mask_token_id": Typed(U32, config.mask_token_id)}
+        return metadata | {"tokenizer.ggml.mask_token_id": Typed(U32, config.mask_token_id)}
     ends = config.eos_token_ids if isinstance(config, TargetConfig) else ()
     named = [f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom")]
-    known = {found[key].value for key in named if key in found}
-    texts = found["tokenizer.ggml.tokens"].value if "tokenizer.ggml.tokens" in found else []
+    known = {metadata[key].value for key in named if key in metadata}
+    texts = metadata["tokenizer.ggml.tokens"].value if "tokenizer.ggml.tokens" in metadata else []
     known |= {i for i, text in enumerate(texts) if text in STOP_TEXTS.get(architecture, ())}
-    free = [key for key in named if key not in found]
+    free = [key for key in named if key not in metadata]
     rest = [i for i in ends if i not in known]
-    return found | {key: Typed(U32, i) for key, i in zip(free, rest, strict=False)}
+    return metadata | {key: Typed(U32, i) for key, i in zip(free, rest, strict=False)}
 
 
 def _target_keys(config: AttentionConfig) -> tuple[str, dict[str, Typed | None]]:
     """Return the architecture of a target, and its keys below that prefix; None is left out."""
     if not isinstance(config, TargetConfig):
         raise ConfigError(f"{type(config).__name__} has no form in GGUF; targets and drafters do")
-    family = family_of(config.model_type)
-    to_gguf = families.provided(family, "to_gguf")
-    if to_gguf is None:
+    gguf = families.family(config.model_type).gguf
+    if gguf is None or gguf.to_gguf is None:
+        all_families = families.target_families().items()
+        written = [name for name, other in all_families if other.gguf and other.gguf.to_gguf]
         raise ConfigError(
-            f"a {config.model_type} target has no form in GGUF;"
-            f" {', '.join(families.providing('to_gguf'))} have. Write a folder instead"
+            f"a {config.model_type} target has no form in GGUF; {', '.join(written)} have. Write a"
+            " folder instead"
         )
-    named = families.provided(family, "GGUF_ARCHITECTURES", {})
-    architecture = named.get(config.model_type) or target_families()[family].gguf[0]
-    own = keys.shared(config) | {
+    architecture = gguf.written.get(config.model_type) or gguf.architectures[0]
+    own: dict[str, Typed | None] = {
+        **keys.shared(config),
         "context_length": Typed(U32, config.max_length),
         "vocab_size": Typed(U32, config.vocab_size),
     }
-    return architecture, own | to_gguf(config)
+    return architecture, own | gguf.to_gguf(config)
 
 
 def _target_origins(config: AttentionConfig) -> dict[str, Origin]:
     assert isinstance(config, TargetConfig)
-    family = family_of(config.model_type)
-    own = families.provided(family, "GGUF_LAYER_NAMES", {})
-    stored = families.provided(family, "gguf_stored", partial(same_form, own=own))
-    computed = families.provided(family, "gguf_computed", lambda config: {})(config)
-    found: dict[str, Origin] = {}
+    gguf = families.family(config.model_type).gguf or TargetGguf()
+    stored = gguf.stored or partial(same_form, own=gguf.layer_names)
+    origins: dict[str, Origin] = {}
     for slot in families.slots(config):
         for part in slot.parts:
-            found |= stored(part.name, config)
-    return found | {
+            origins |= stored(part.name, config)
+    return origins | {
         name: Computed(name, array=np.asarray(array, np.float32))
-        for name, array in computed.items()
+        for name, array in gguf.computed(config).items()
     }
 
 

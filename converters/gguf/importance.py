@@ -14,15 +14,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dflash_jax.converters.gguf.file import STRING, GgufArray, open_gguf
-from dflash_jax.converters.gguf.writer import U32, PlannedBlocks, Typed, write_gguf
-from dflash_jax.converters.quants.types import BY_NAME
-from dflash_jax.converters.source import map_file
+from dflash_jax.converters.formats.gguf.file import STRING, GgufArray, open_gguf
+from dflash_jax.converters.formats.gguf.writer import U32, PlannedBlocks, Typed, write_gguf
+from dflash_jax.converters.formats.quants.types import BY_NAME
+from dflash_jax.converters.formats.source import map_file
 from dflash_jax.errors import CheckpointError
 
-SUMS, COUNTS = ".in_sum2", ".counts"
-LEAST = 1e-4  # of the mean: inputs that a text left at 0 are not 0 in all texts
-MAX_ENTRIES, MAX_NAME = 1 << 20, 255
+SUMS = ".in_sum2"
+COUNTS = ".counts"
+# Least share of the mean that an input counts: one that a text leaves at 0 may matter in others.
+LEAST = 1e-4
+MAX_ENTRIES = 1 << 20
+MAX_NAME = 255
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Importance:
       means: mean squares by matrix, float32 [experts, inputs], or flat as the older format has
         them; 0 for experts that no token chose.
       text: name of the text.
-      chunks: how many pieces of it were used.
+      chunks: how many pieces of the text were used.
       where: the file, for messages.
     """
 
@@ -48,7 +51,7 @@ class Importance:
         Their mean is 1, and what was not measured is 1.
 
         Args:
-          shapes: of the model's tensors, by name.
+          shapes: shapes of the model's tensors, by name.
 
         Raises:
           CheckpointError: it belongs to another model.
@@ -57,14 +60,14 @@ class Importance:
         if unknown := [name for name in self.means if name not in matrices]:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise self._other(f"{unknown[0]}{more}, which this model lacks")
-        found = {}
+        weights = {}
         for name, means in self.means.items():
             *stack, _, inputs = matrices[name]
             if means.size != math.prod(stack) * inputs:
                 count = math.prod(stack) * inputs
                 raise self._other(f"{means.size} numbers for {name}, which has {count} inputs")
-            found[name] = _counted(means.reshape(-1, inputs))
-        return found
+            weights[name] = _counted(means.reshape(-1, inputs))
+        return weights
 
     def _other(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -87,14 +90,14 @@ def read_importance(path: Path) -> Importance:
       CheckpointError: the file is none, or is damaged.
     """
     raw = map_file(path)
-    found = _read_gguf(path) if raw[:4] == b"GGUF" else _read_older(raw, str(path))
-    for name, means in found.means.items():
+    importance = _read_gguf(path) if raw[:4] == b"GGUF" else _read_older(raw, str(path))
+    for name, means in importance.means.items():
         if not np.isfinite(means).all() or (means < 0).any():
             raise CheckpointError(
                 f"{path}: {name} has mean squares that are negative or not finite; measure them"
                 " again"
             )
-    return found
+    return importance
 
 
 def _read_gguf(path: Path) -> Importance:
@@ -152,9 +155,11 @@ def _read_older(raw: Any, where: str) -> Importance:
     means = {}
     for _ in range(number(MAX_ENTRIES)):
         name = take(number(MAX_NAME)).decode("utf-8", "replace")
-        calls, count = number(1 << 30), number(1 << 28)
+        calls = number(1 << 30)
+        count = number(1 << 28)
         means[name] = np.frombuffer(take(4 * count), "<f4") / np.float32(max(calls, 1))
-    chunks, text = 0, ""
+    chunks = 0
+    text = ""
     if at < len(raw):  # older files end here
         chunks = number(1 << 30)
         text = take(number(1 << 16)).decode("utf-8", "replace")
@@ -179,7 +184,10 @@ class MeasuredInputs:
 
     def write(self, file: BinaryIO, *, older: bool) -> None:
         """Write llama.cpp's GGUF format, or its older one, which has no experts without tokens."""
-        self._write_older(file) if older else self._write_gguf(file)
+        if older:
+            self._write_older(file)
+        else:
+            self._write_gguf(file)
 
     def _write_gguf(self, file: BinaryIO) -> None:
         metadata = {

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dflash_jax.config import AttentionConfig, TargetConfig
+from dflash_jax.converters.formats.quants.types import BY_NAME, GgmlType
 from dflash_jax.converters.forms import DTYPES, GGUF_TYPES, TENSOR_TYPES
-from dflash_jax.converters.quants.types import BY_NAME, GgmlType
 from dflash_jax.errors import ConfigError
 
 # Matrices that llama.cpp expects in float32.
 FLOAT32 = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
 # Matrices that llama-quantize leaves as they are; its converter writes them as Q8_0, too.
 BARELY_QUANTISED = ("per_layer_model_proj",)
-HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+HEAD = "output.weight"
+EMBEDDING = "token_embd.weight"
 EMBEDDINGS = (EMBEDDING, "per_layer_token_embd.weight")
 # Types for rows that 256 does not divide; F16 where 32 does not divide them either.
 NARROWER = {
@@ -34,7 +35,8 @@ class LayerPlace(NamedTuple):
     """Where a tensor is among those of its kind, and what its type depends on besides.
 
     Attributes:
-      number: of its layer among `count`; of values, among layers with attention.
+      number: number of the tensor's layer among `count`; layers without attention are not counted
+        for values.
       shared: query heads for each key and value head.
       steered: whether an importance matrix steers errors.
     """
@@ -54,23 +56,26 @@ class TypeRule(NamedTuple):
 
 
 def _first(share: int) -> Callable[[LayerPlace], bool]:
-    """In the first of `share` equal parts of the layers."""
+    """Return the condition of layers in the first of `share` equal parts."""
     return lambda place: place.number < place.count // share
 
 
 def _spread(place: LayerPlace) -> bool:
-    """In the first and the last eighth of the layers, and in every third one between."""
+    """Return whether a layer is in the first or last eighth, or every third one between."""
     eighth = place.count // 8
     outer = place.number < eighth or place.number >= 7 * place.count // 8
     return outer or (place.number - eighth) % 3 == 2
 
 
 def _few_values(place: LayerPlace) -> bool:
-    """Where values are small matrices, as four or more query heads share each head of theirs."""
+    """Return whether values are small matrices: four or more query heads share a head of theirs."""
     return place.shared >= 4
 
 
-VALUES, DOWN, OUT, FUSED = "attn_v.weight", "ffn_down", "attn_output.weight", "attn_qkv.weight"
+VALUES = "attn_v.weight"
+DOWN = "ffn_down"
+OUT = "attn_output.weight"
+FUSED = "attn_qkv.weight"
 
 
 @dataclass(frozen=True)
@@ -78,9 +83,9 @@ class Mixture:
     """Types of a file's matrices.
 
     Attributes:
-      base: of those that no rule names.
-      head: of the head, and of the embedding that is the head.
-      embedding: of an embedding beside a head; None for `base`.
+      base: type of the matrices that no rule names.
+      head: type of the head, and of an embedding that is the head.
+      embedding: type of an embedding beside a head; None for `base`.
       rules: the first one that fits a tensor gives its type.
     """
 
@@ -175,18 +180,26 @@ class Choice:
         Raises:
           ConfigError: a name is unknown.
         """
+        self.check()
+        asked = self.mixture.lower()  # llama.cpp's names are in capitals
+        return DTYPES.get(asked, asked)
+
+    def check(self) -> None:
+        """Check the names.
+
+        Raises:
+          ConfigError: a name is unknown.
+        """
         for option, kind in (("output", self.head), ("embedding", self.embedding)):
             if kind is not None and kind.lower() not in TENSOR_TYPES:
                 raise ConfigError(
                     f"the {option} type {kind!r} is not one of {', '.join(TENSOR_TYPES)}"
                 )
-        asked = self.mixture.lower()  # llama.cpp's names are in capitals
-        name = DTYPES.get(asked, asked)
-        if name not in MIXTURES:
+        asked = self.mixture.lower()
+        if DTYPES.get(asked, asked) not in MIXTURES:
             raise ConfigError(
                 f"the GGUF type {self.mixture!r} is not one of {', '.join(GGUF_TYPES)}"
             )
-        return name
 
     @property
     def quantised(self) -> bool:
@@ -207,9 +220,10 @@ def choose(
     """Return the type of each tensor of a file, by its name.
 
     Args:
-      shapes: of the tensors, by name.
+      shapes: shapes of the tensors, by name.
     """
-    mixture, shared = MIXTURES[choice.name], config.num_heads // config.num_kv_heads
+    mixture = MIXTURES[choice.name]
+    shared = config.num_heads // config.num_kv_heads
     values = [name for name in shapes if VALUES in name]
     experts = isinstance(config, TargetConfig) and config.num_experts > 0
 
@@ -229,8 +243,10 @@ def choose(
             return mixture.base if mixture.base == "Q8_0" else "F16"
         if mixture.base == "MXFP4" and experts and "_exps" not in name:
             return "Q8_0"
-        fitting = (rule for rule in mixture.rules if rule.part in name)
-        return next((r.kind for r in fitting if r.holds(place(name, r.part))), mixture.base)
+        for rule in mixture.rules:
+            if rule.part in name and rule.holds(place(name, rule.part)):
+                return rule.kind
+        return mixture.base
 
     return {
         name: _fitting(shape[-1], wanted(name)) if _is_matrix(name, shape) else _plain(name)
@@ -277,9 +293,8 @@ def by_reason(fallbacks: Mapping[str, str]) -> Iterable[str]:
     names: dict[str, list[str]] = {}
     for name, why in fallbacks.items():
         names.setdefault(why, []).append(name)
-    for why, each in names.items():
-        yield (
-            f"{each[0]} is {why}"
-            if len(each) == 1
-            else (f"{each[0]} and {len(each) - 1} more are {why}")
-        )
+    for why, tensors in names.items():
+        if len(tensors) == 1:
+            yield f"{tensors[0]} is {why}"
+        else:
+            yield f"{tensors[0]} and {len(tensors) - 1} more are {why}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.converters.gguf.file import (
+from dflash_jax.converters.formats.gguf.file import (
     MAX_SHARDS,
     SHARD,
     GgufFile,
@@ -17,7 +17,7 @@ from dflash_jax.converters.gguf.file import (
     open_gguf,
     round_up,
 )
-from dflash_jax.converters.gguf.writer import (
+from dflash_jax.converters.formats.gguf.writer import (
     ALIGNMENT,
     I32,
     U16,
@@ -28,10 +28,11 @@ from dflash_jax.converters.gguf.writer import (
     stored_keys,
     write_gguf,
 )
+from dflash_jax.converters.formats.source import trim_mapped_memory
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.utils.atomic import new_path
 
-MOST_TENSORS = 128  # of a file, unless a size is given; as gguf-split has it
+MOST_TENSORS = 128  # most in a file if no size is chosen; gguf-split has the same
 ALIGNED = "general.alignment"
 Progress = Callable[[str, int], object]
 
@@ -132,8 +133,8 @@ def merge(
 
 def _own_keys(source: GgufFile) -> dict[str, Typed]:
     """Return the metadata of a whole file; an alignment that readers assume is left out."""
-    found = stored_keys(source.shards[0].header)
-    return {key: value for key, value in found.items() if not key.startswith("split.")}
+    every = stored_keys(source.shards[0].header)
+    return {key: value for key, value in every.items() if not key.startswith("split.")}
 
 
 def _infos(source: GgufFile) -> list[TensorInfo]:
@@ -184,7 +185,7 @@ def _write(
 
     def read(planned: PlannedBlocks) -> np.ndarray:
         progress(planned.name, math.prod(planned.shape))
-        source.forget()
+        trim_mapped_memory(source)
         return source.raw(planned.name)
 
     with at.open("wb") as file:

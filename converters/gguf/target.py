@@ -3,14 +3,16 @@
 from functools import partial
 from typing import Any
 
-from dflash_jax.config import TargetConfig, target_config
-from dflash_jax.config.family import family_of, gguf_architectures
-from dflash_jax.converters import families
-from dflash_jax.converters.canonical import Canonical, Origin
-from dflash_jax.converters.gguf import tensors
-from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.keys import GgufFields, weight_dtype
+from dflash_jax import families
+from dflash_jax.config import TargetConfig
+from dflash_jax.converters.formats.canonical import Canonical, Origin
+from dflash_jax.converters.formats.gguf import tensors
+from dflash_jax.converters.formats.gguf.file import GgufFile
+from dflash_jax.converters.formats.gguf.keys import GgufFields, weight_dtype
 from dflash_jax.errors import ConfigError
+from dflash_jax.families import gguf_architectures
+from dflash_jax.families.configs import target_config
+from dflash_jax.families.entry import TargetGguf
 
 
 def read_config(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> TargetConfig:
@@ -42,8 +44,10 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
     present = set(source.names())
     if "token_embd.weight" not in present:
         raise ConfigError(f"{fields.where} has no token_embd.weight; it is not a whole target")
-    from_gguf = families.provided(known[fields.architecture], "from_gguf")
-    return from_gguf(fields, source) | {
+    gguf = families.target_families()[known[fields.architecture]].gguf
+    assert gguf is not None  # it claims the architecture
+    assert gguf.from_gguf is not None
+    return gguf.from_gguf(fields, source) | {
         "vocab_size": source.shape("token_embd.weight")[0],
         "tie_word_embeddings": "output.weight" not in present,
         "eos_token_id": list(eos_token_ids),
@@ -60,16 +64,17 @@ def _token_id(source: GgufFile, name: str) -> int | None:
 
 def canonical(source: GgufFile, config: TargetConfig) -> Canonical:
     """Return the file under canonical names; tensors that fill no parameter keep their own."""
-    family = family_of(config.model_type)
-    own = families.provided(family, "GGUF_LAYER_NAMES", {})
-    origin_of = families.provided(family, "gguf_origin", partial(tensors.origin, own=own))
-    reason_of = families.provided(family, "gguf_ignored", lambda name, config: None)
+    gguf = families.family(config.model_type).gguf or TargetGguf()
+    origin_of = gguf.origin or partial(tensors.origin, own=gguf.layer_names)
     shapes = {name: source.shape(name) for name in source.names()}
     parts = [part.name for slot in families.slots(config) for part in slot.parts]
-    found = {name: origin_of(name, config, shapes) for name in parts}
-    origins = {name: origin for name, origin in found.items() if origin}
+    origins = {}
+    for name in parts:
+        origin = origin_of(name, config, shapes)
+        if origin is not None:
+            origins[name] = origin
     used = {stored for origin in origins.values() for stored in origin.names}
     rest = [name for name in source.names() if name not in used]
-    reasons = {name: reason_of(name, config) for name in rest}
+    reasons = {name: gguf.ignored(name, config) for name in rest}
     left_over = {name: Origin(name) for name in rest if not reasons[name]}
     return Canonical(source, origins | left_over, {n: why for n, why in reasons.items() if why})

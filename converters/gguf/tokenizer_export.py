@@ -10,26 +10,29 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.converters.gguf.file import STRING
+from dflash_jax.converters.formats.gguf.file import STRING
+from dflash_jax.converters.formats.gguf.writer import BOOL, F32, I32, U32, Typed
+from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
 from dflash_jax.converters.gguf.tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,
-    PRE_TOKENIZERS,
     SPACE,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
 )
-from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
 from dflash_jax.errors import TokenizerError
 
 Files = Mapping[str, str | Path]
 # Patterns that steps of a tokenizer.json stand for: GPT-2's words, and digits.
 BY_BYTES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-DIGIT, DIGITS = r"\p{N}", r"\p{N}+"
+DIGIT = r"\p{N}"
+DIGITS = r"\p{N}+"
 LOWEST = -1e9  # score of tokens that no merge forms
-GEMMA4, SENTENCEPIECE = "gemma4", "llama"  # tokenizer.ggml.model
+# Values of `tokenizer.ggml.model`.
+GEMMA4 = "gemma4"
+SENTENCEPIECE = "llama"
 TEMPLATE = "tokenizer.chat_template"
 
 
@@ -44,32 +47,33 @@ def tokenizer_metadata(files: Files, vocab_size: int, *, gemma4: bool = False) -
     Raises:
       TokenizerError: the tokenizer has no form in GGUF, or is damaged.
     """
-    core, settings = (_json(files, name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    core = _json(files, "tokenizer.json")
+    settings = _json(files, "tokenizer_config.json")
     model = core.get("model") if isinstance(core.get("model"), dict) else {}
     if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
         raise TokenizerError(
             f"a tokenizer of the type {model.get('type')!r} is not written to GGUF; BPE is"
         )
     tokens, kinds = _tokens(core, vocab_size)
-    found = {
+    metadata = {
         "tokenizer.ggml.tokens": Typed(STRING, tokens),
         "tokenizer.ggml.token_type": Typed(I32, kinds),
     }
     if model.get("byte_fallback"):
-        found |= _of_characters(core, tokens, gemma4=gemma4)
+        metadata |= _of_characters(core, tokens, gemma4=gemma4)
     else:
-        found |= _of_bytes(core)
-    return found | _special(core, settings, files, tokens) | _templates(settings, files)
+        metadata |= _of_bytes(core)
+    return metadata | _special(core, settings, files, tokens) | _templates(settings, files)
 
 
 def _json(files: Files, name: str) -> dict[str, Any]:
     if name not in files:
         return {}
     try:
-        found = json.loads(_text(files[name]))
+        content = json.loads(_text(files[name]))
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{name} cannot be read ({error}); fetch it again") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _text(file: str | Path) -> str:
@@ -78,15 +82,17 @@ def _text(file: str | Path) -> str:
 
 def _tokens(core: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
     """Return text and kind of each id."""
-    tokens, kinds = [f"[PAD{i}]" for i in range(vocab_size)], [UNUSED] * vocab_size
-    model, added = core["model"], core.get("added_tokens") or []
+    tokens = [f"[PAD{i}]" for i in range(vocab_size)]
+    kinds = [UNUSED] * vocab_size
+    model = core["model"]
+    added = core.get("added_tokens") or []
     pairs = _merges(core) if model.get("byte_fallback") else ()
     made = {left + right for left, right in pairs}
     entries = [(text, i, NORMAL) for text, i in model["vocab"].items()]
     for token in added:
         text = str(token.get("content"))
         if text not in model["vocab"] and _beyond(token.get("id"), vocab_size):
-            continue  # of the multimodal models of a family, like Gemma 3's mark of an image
+            continue  # it belongs to multimodal models, like Gemma 3's mark of an image
         kind = CONTROL if token.get("special") else USER_DEFINED
         if kind == USER_DEFINED and SPACE in text and text in made:
             kind = NORMAL  # a run of spaces; of other kinds, llama.cpp would show the mark
@@ -97,7 +103,8 @@ def _tokens(core: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]
                 f"the token {text!r} has the id {i!r}; the model has {vocab_size} tokens: give the"
                 " tokenizer that belongs to it"
             )
-        tokens[i], kinds[i] = text, kind
+        tokens[i] = text
+        kinds[i] = kind
         if model.get("byte_fallback") and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             kinds[i] = BYTE
         if text == model.get("unk_token"):
@@ -111,13 +118,13 @@ def _beyond(i: Any, size: int) -> bool:
 
 def _merges(core: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the parts of merges, which are lists or divided by a space."""
-    found = []
+    pairs = []
     for merge in core["model"].get("merges") or ():
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(parts, list) or len(parts) != 2:
             raise TokenizerError(f"the merge {merge!r} is no pair of tokens; fetch the file again")
-        found.append((str(parts[0]), str(parts[1])))
-    return found
+        pairs.append((str(parts[0]), str(parts[1])))
+    return pairs
 
 
 def _listed(merges: list[tuple[str, str]]) -> Typed:
@@ -139,39 +146,40 @@ def _of_bytes(core: dict[str, Any]) -> dict[str, Typed]:
 
 def _named(core: dict[str, Any]) -> str:
     """Return the name of the patterns that split a text into words."""
-    given = core.get("pre_tokenizer")
-    patterns = tuple(_patterns(given))
+    pre_tokenizer = core.get("pre_tokenizer")
+    patterns = tuple(_patterns(pre_tokenizer))
     names = [name for name, known in PRE_TOKENIZERS.items() if known.patterns == patterns]
     if not names:
         raise TokenizerError(
             f"its word pattern has no name in GGUF; known are {', '.join(PRE_TOKENIZERS)}. It is"
-            f" {json.dumps(given)[:300]}"
+            f" {json.dumps(pre_tokenizer)[:300]}"
         )
     composed = '"NFC"' in json.dumps(core.get("normalizer"))
     whole = bool(core["model"].get("ignore_merges"))
 
     def alike(name: str) -> int:
         known = PRE_TOKENIZERS[name]
-        return (known.composed == composed) + (known.whole_words == whole)
+        return [known.composed == composed, known.whole_words == whole].count(True)
 
     return max(names, key=alike)  # the first of the best
 
 
-def _patterns(given: Any) -> Iterator[str]:
+def _patterns(step: Any) -> Iterator[str]:
     """Yield the patterns of a pre-tokenizer; steps without one as JSON."""
-    kind = given.get("type") if isinstance(given, dict) else None
+    kind = step.get("type") if isinstance(step, dict) else None
     if kind == "Sequence":
-        for part in given.get("pretokenizers") or ():
+        for part in step.get("pretokenizers") or ():
             yield from _patterns(part)
-    elif kind == "ByteLevel" and not given.get("add_prefix_space"):
-        yield from [BY_BYTES] if given.get("use_regex", True) else []
+    elif kind == "ByteLevel" and not step.get("add_prefix_space"):
+        if step.get("use_regex", True):
+            yield BY_BYTES
     elif kind == "Digits":
-        yield DIGIT if given.get("individual_digits") else DIGITS
-    elif kind == "Split" and _isolated(given):
-        pattern = str(given["pattern"].get("Regex"))
+        yield DIGIT if step.get("individual_digits") else DIGITS
+    elif kind == "Split" and _isolated(step):
+        pattern = str(step["pattern"].get("Regex"))
         yield pattern.replace("\r", r"\r").replace("\n", r"\n")  # DeepSeek has the characters
     else:
-        yield json.dumps(given)
+        yield json.dumps(step)
 
 
 def _isolated(split: dict[str, Any]) -> bool:
@@ -185,7 +193,7 @@ def _isolated(split: dict[str, Any]) -> bool:
 
 def _of_characters(core: dict[str, Any], tokens: list[str], *, gemma4: bool) -> dict[str, Typed]:
     """Return a BPE over characters; SentencePiece's merges follow from scores."""
-    kind, merges = GEMMA4 if gemma4 else SENTENCEPIECE, _merges(core)
+    merges = _merges(core)
     before = '"Prepend"' in json.dumps(core.get("normalizer"))
     metaspace = core.get("pre_tokenizer")
     if isinstance(metaspace, dict) and metaspace.get("type") == "Metaspace":
@@ -194,15 +202,15 @@ def _of_characters(core: dict[str, Any], tokens: list[str], *, gemma4: bool) -> 
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, -float(rank))
     scores = [ranks.get(token, LOWEST) for token in tokens]
-    found = {
-        "tokenizer.ggml.model": Typed(STRING, kind),
+    metadata = {
+        "tokenizer.ggml.model": Typed(STRING, GEMMA4 if gemma4 else SENTENCEPIECE),
         "tokenizer.ggml.pre": Typed(STRING, GEMMA4 if gemma4 else "default"),
         "tokenizer.ggml.scores": Typed(F32, scores),
         "tokenizer.ggml.add_space_prefix": Typed(BOOL, before),
     }
     if gemma4:
-        found["tokenizer.ggml.merges"] = _listed(merges)
-    return found
+        metadata["tokenizer.ggml.merges"] = _listed(merges)
+    return metadata
 
 
 def _special(
@@ -211,19 +219,19 @@ def _special(
     """Return ids of special tokens, and whether texts begin with one."""
     named = _json(files, "special_tokens_map.json") | settings
     ids = {text: i for i, text in reversed(list(enumerate(tokens)))}
-    found: dict[str, Typed] = {}
+    metadata: dict[str, Typed] = {}
     for theirs, ours in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
         text = named.get(f"{theirs}_token")
         text = text.get("content") if isinstance(text, dict) else text
         if isinstance(text, str) and text in ids:
-            found[f"tokenizer.ggml.{ours}_token_id"] = Typed(U32, ids[text])
+            metadata[f"tokenizer.ggml.{ours}_token_id"] = Typed(U32, ids[text])
     first, last = _around(core.get("post_processor"))
-    found["tokenizer.ggml.add_bos_token"] = Typed(BOOL, first is not None)
+    metadata["tokenizer.ggml.add_bos_token"] = Typed(BOOL, first is not None)
     if first is not None and first in ids:
-        found["tokenizer.ggml.bos_token_id"] = Typed(U32, ids[first])
+        metadata["tokenizer.ggml.bos_token_id"] = Typed(U32, ids[first])
     if last is not None:
-        found["tokenizer.ggml.add_eos_token"] = Typed(BOOL, True)
-    return found
+        metadata["tokenizer.ggml.add_eos_token"] = Typed(BOOL, True)
+    return metadata
 
 
 def _around(processor: Any) -> tuple[str | None, str | None]:
@@ -241,16 +249,20 @@ def _around(processor: Any) -> tuple[str | None, str | None]:
 
 def _templates(settings: dict[str, Any], files: Files) -> dict[str, Typed]:
     """Return chat templates: the default one, and others by name."""
-    given = settings.get("chat_template") or _json(files, "chat_template.json").get("chat_template")
+    templates = settings.get("chat_template") or _json(files, "chat_template.json").get(
+        "chat_template"
+    )
     if "chat_template.jinja" in files:
-        given = _text(files["chat_template.jinja"])
-    named = {"default": given} if isinstance(given, str) else {}
-    if isinstance(given, list):
-        named = {entry["name"]: entry["template"] for entry in given}
+        templates = _text(files["chat_template.jinja"])
+    named = {"default": templates} if isinstance(templates, str) else {}
+    if isinstance(templates, list):
+        named = {entry["name"]: entry["template"] for entry in templates}
     for name in sorted(files):
         if name.endswith(".jinja") and "/" in name:
             named[Path(name).stem] = _text(files[name])
-    found = {f"{TEMPLATE}.{k}": Typed(STRING, v) for k, v in named.items() if k != "default"}
-    if found:
-        found["tokenizer.chat_templates"] = Typed(STRING, [k for k in named if k != "default"])
-    return found | ({TEMPLATE: Typed(STRING, named["default"])} if "default" in named else {})
+    metadata = {f"{TEMPLATE}.{k}": Typed(STRING, v) for k, v in named.items() if k != "default"}
+    if metadata:
+        metadata["tokenizer.chat_templates"] = Typed(STRING, [k for k in named if k != "default"])
+    if "default" in named:
+        metadata[TEMPLATE] = Typed(STRING, named["default"])
+    return metadata

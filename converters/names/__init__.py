@@ -1,1 +1,1 @@
-"""Tensor names: parameters and what fills them, and the spellings of layouts and formats."""
+"""Spellings of tensors and configurations in the layouts of other programs."""

@@ -5,7 +5,6 @@ the tables say was read from maxtext 0.2.3, google-tunix 0.1.7 and gemma 3.3.0.
 """
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,19 +13,22 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from dflash_jax import families
 from dflash_jax.checkpoint import LazyArray
-from dflash_jax.config import TargetConfig, family_of
-from dflash_jax.converters import families
-from dflash_jax.converters.canonical import MOST_LINES, Canonical, Origin
-from dflash_jax.converters.names.slots import TensorPart
-from dflash_jax.converters.source import Rows, TensorSource, rows_of_view
+from dflash_jax.config import TargetConfig
+from dflash_jax.converters.formats.canonical import MOST_LINES, Canonical, Origin
+from dflash_jax.converters.formats.slots import TensorPart
+from dflash_jax.converters.formats.source import Rows, TensorSource, rows_of_view
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.families import family_of
 
 TABLE = "embed_tokens.weight"
 IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 PROJECTED = re.compile(r"\.self_attn\.([qkvo])_proj\.(weight|bias)")
 CYCLE = 6  # layers of Gemma 3 that MaxText scans as one
 Shape = tuple[int, ...]
+# Puts a canonical tensor, by name, into its view of an array, with its values changed.
+Fill = Callable[[str, np.ndarray, Callable[[np.ndarray], np.ndarray]], None]
 
 
 @dataclass(frozen=True)
@@ -73,25 +75,21 @@ class Place:
             stored = stored[self.part[0]]
         if self.stack:
             stored = stored[:, self.stack[0]]
-        found = stored.transpose(self.axes)
+        tensor = stored.transpose(self.axes)
         if self.pairs:
-            heads, width, *rest = found.shape
-            found = found.reshape(heads, width // 2, 2, *rest).swapaxes(1, 2)
-        return found
+            heads, width, *rest = tensor.shape
+            tensor = tensor.reshape(heads, width // 2, 2, *rest).swapaxes(1, 2)
+        return tensor
 
     def values(self, stored: np.ndarray) -> np.ndarray:
         """Return canonical values of stored ones."""
         return stored * np.float32(self.times) + np.float32(self.plus)
 
-    def place(self, tensor: np.ndarray, form: Shape, arrays: dict[str, np.ndarray]) -> None:
-        """Put a canonical tensor into the stored arrays; the inverse of `view` and `values`."""
-        dtype = tensor.dtype
-        if self.converts:
-            tensor = (tensor.astype(np.float32) - np.float32(self.plus)) / np.float32(self.times)
-        if self.path not in arrays:
-            arrays[self.path] = np.empty(self.stored_shape(form), dtype)
-        view = self.view(arrays[self.path])
-        view[...] = tensor.reshape(view.shape)
+    def stored(self, values: np.ndarray) -> np.ndarray:
+        """Return stored values of canonical ones; the inverse of `values`."""
+        if not self.converts:
+            return values
+        return (values.astype(np.float32) - np.float32(self.plus)) / np.float32(self.times)
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,8 @@ class Viewed(Origin):
 
     def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
         """Return chosen rows as [rows, last axis]."""
-        found = rows_of_view(self.place.view(source.read(self.name)), self.form, rows)
-        return found if self.values is None else self.values(found.astype(self.dtype(source)))
+        chosen = rows_of_view(self.place.view(source.read(self.name)), self.form, rows)
+        return chosen if self.values is None else self.values(chosen.astype(self.dtype(source)))
 
 
 def find_library(paths: Iterable[str]) -> tuple[FlaxLibrary, str] | None:
@@ -143,15 +141,15 @@ def find_library(paths: Iterable[str]) -> tuple[FlaxLibrary, str] | None:
 
     Copies in the state of an optimizer have the same paths below a longer prefix.
     """
-    found = [
+    matches = [
         (path.removesuffix(library.mark), library)
         for path in paths
         for library in LIBRARIES.values()
         if path == library.mark or path.endswith(f"/{library.mark}")
     ]
-    if not found:
+    if not matches:
         return None
-    prefix, library = min(found, key=lambda item: len(item[0]))
+    prefix, library = min(matches, key=lambda item: len(item[0]))
     return library, prefix
 
 
@@ -174,7 +172,8 @@ def target(source: TensorSource, config: TargetConfig, *, where: str) -> Canonic
     }
     scanned = any(path.startswith(library.scanned) for path in stored)
     origins: dict[str, Origin] = {}
-    used, lines = set(), []
+    used = set()
+    lines = []
     for name, part in tensor_parts(config).items():
         place = library.place(name, config, scanned)
         if place is None:
@@ -184,7 +183,8 @@ def target(source: TensorSource, config: TargetConfig, *, where: str) -> Canonic
             continue
         used.add(place.path)
         path = stored[place.path]
-        expected, shape = place.stored_shape(with_heads(part, config)), source.shape(path)
+        expected = place.stored_shape(with_heads(part, config))
+        shape = source.shape(path)
         if shape != expected:
             stack = f", {place.stack[1]} layers of them on axis 1" if place.stack else ""
             lines.append(f"wrong shape: {path} is {list(shape)}, expected {list(expected)}{stack}")
@@ -196,12 +196,14 @@ def target(source: TensorSource, config: TargetConfig, *, where: str) -> Canonic
             place=place,
             form=part.shape,
         )
-    if lines := list(dict.fromkeys(lines)):
-        more = [f"... and {len(lines) - MOST_LINES} more"][: len(lines) > MOST_LINES]
+    if lines:
+        lines = list(dict.fromkeys(lines))  # stacked layers repeat them
+        shown = lines[:MOST_LINES]
+        if len(lines) > MOST_LINES:
+            shown.append(f"... and {len(lines) - MOST_LINES} more")
         raise CheckpointError(
             f"{where} does not match its configuration ({library.name}, {len(lines)} differences);"
-            " give the weights that belong to this configuration\n  "
-            + "\n  ".join(lines[:MOST_LINES] + more)
+            " give the weights that belong to this configuration\n  " + "\n  ".join(shown)
         )
     rest = {short: name for short, name in stored.items() if short not in used}
     outside = "not among the model's parameters"
@@ -225,9 +227,10 @@ def places(config: TargetConfig, naming: str) -> dict[str, Place]:
       CheckpointError: the library has no name for one of them.
       ConfigError: the library has no such family.
     """
-    library, scanned = LIBRARIES[naming.removesuffix("_scanned")], naming.endswith("_scanned")
+    library = LIBRARIES[naming.removesuffix("_scanned")]
+    scanned = naming.endswith("_scanned")
     _check_family(library, config)
-    found = {}
+    placed = {}
     for name in tensor_parts(config):
         place = library.place(name, config, scanned)
         if place is None:
@@ -235,21 +238,18 @@ def places(config: TargetConfig, naming: str) -> dict[str, Place]:
                 f"{library.name} has no name for {name}; its {', '.join(library.families)} can be"
                 " converted, without biases that it does not have"
             )
-        found[name] = place
-    return found
+        placed[name] = place
+    return placed
 
 
 def arrays_of(
-    read: Callable[[str], np.ndarray],
-    dtypes: Mapping[str, np.dtype],
-    config: TargetConfig,
-    naming: str,
+    fill: Fill, dtypes: Mapping[str, np.dtype], config: TargetConfig, naming: str
 ) -> dict[str, LazyArray]:
     """Return a target's parameters by the paths of a library; the inverse of `target`.
 
     Args:
-      read: returns a canonical tensor by name.
-      dtypes: of the canonical tensors by name.
+      fill: called for every tensor of an array when that is made.
+      dtypes: dtypes of the canonical tensors by name.
       naming: as for `places`, with its errors.
     """
     parts = tensor_parts(config)
@@ -257,16 +257,17 @@ def arrays_of(
     for name, place in places(config, naming).items():
         members.setdefault(place.path, []).append((name, place))
 
-    def make(path: str) -> np.ndarray:
-        arrays: dict[str, np.ndarray] = {}
-        for name, place in members[path]:
-            place.place(read(name), with_heads(parts[name], config), arrays)
-        return arrays[path]
-
     def lazy(path: str) -> LazyArray:
-        name, place = members[path][0]
-        shape = place.stored_shape(with_heads(parts[name], config))
-        return LazyArray(shape, dtypes[name], functools.partial(make, path))
+        first, place = members[path][0]
+        shape = place.stored_shape(with_heads(parts[first], config))
+
+        def make() -> np.ndarray:
+            array = np.empty(shape, dtypes[first])
+            for name, place in members[path]:
+                fill(name, place.view(array), place.stored)
+            return array
+
+        return LazyArray(shape, dtypes[first], make)
 
     return {path: lazy(path) for path in members}
 
@@ -278,12 +279,13 @@ def tensor_parts(config: TargetConfig) -> dict[str, TensorPart]:
 
 def with_heads(part: TensorPart, config: TargetConfig) -> Shape:
     """Return the shape of a canonical tensor, with heads and their width apart."""
-    found = PROJECTED.search(part.name)
-    if not found:
+    match = PROJECTED.search(part.name)
+    if not match:
         return part.shape
-    kind, width = found[1], config.head_dim
+    kind = match[1]
+    width = config.head_dim
     if kind == "o":
-        last = (config.num_heads, width) if found[2] == "weight" else ()
+        last = (config.num_heads, width) if match[2] == "weight" else ()
         return (part.shape[0], *last)
     heads = config.num_heads if kind == "q" else config.num_kv_heads
     return (heads, width, *part.shape[1:])
@@ -299,10 +301,10 @@ def _check_family(library: FlaxLibrary, config: TargetConfig) -> None:
 
 def _axes(name: str) -> Shape:
     """Return the axes of an array whose inputs come first, as in MaxText and Tunix."""
-    if found := PROJECTED.search(name):
-        if found[2] == "bias":
-            return (0,) if found[1] == "o" else (0, 1)
-        return (2, 0, 1) if found[1] == "o" else (1, 2, 0)
+    if match := PROJECTED.search(name):
+        if match[2] == "bias":
+            return (0,) if match[1] == "o" else (0, 1)
+        return (2, 0, 1) if match[1] == "o" else (1, 2, 0)
     if name.endswith((".bias", "norm.weight")):
         return (0,)
     return (0, 1) if name == TABLE else (1, 0)
@@ -339,14 +341,20 @@ FOLDED = ("llama", "mistral")  # families whose queries have the scale of scores
 def _maxtext(name: str, config: TargetConfig, scanned: bool) -> Place | None:
     family = family_of(config.model_type)
     gemma = family == "gemma3"
-    found = IN_LAYER.fullmatch(name)
-    if found:
-        layer, what = int(found[1]), found[2]
+    match = IN_LAYER.fullmatch(name)
+    if match:
+        layer = int(match[1])
+        what = match[2]
         short = (MAXTEXT_LAYER | (MAXTEXT_GEMMA3 if gemma else {})).get(what)
         if short is None:
             return None
-        leaf = "bias" if found[3] == "bias" else "scale" if what.endswith("norm") else "kernel"
-        at, stack = _maxtext_layer(layer, config, gemma) if scanned else (f"layers_{layer}", None)
+        leaf = "scale" if what.endswith("norm") else "kernel"
+        if match[3] == "bias":
+            leaf = "bias"
+        at = f"layers_{layer}"
+        stack = None
+        if scanned:
+            at, stack = _maxtext_layer(layer, config, gemma)
         place = Place(f"decoder/{at}/{short}/{leaf}", _axes(name), stack)
     elif name in MAXTEXT:
         place = Place(MAXTEXT[name], _axes(name))
@@ -362,7 +370,8 @@ def _maxtext(name: str, config: TargetConfig, scanned: bool) -> Place | None:
     if projected and projected[1] in "qk" and config.rope.kind == "llama3":
         place = dataclasses.replace(place, pairs=True, change="rotary rows: pairs to halves")
     if projected and projected[1] == "q" and family in FOLDED:
-        root, change = math.sqrt(config.head_dim), "queries: times sqrt(head width)"
+        root = math.sqrt(config.head_dim)
+        change = "queries: times sqrt(head width)"
         joined = f"{place.change}; {change}" if place.change else change
         place = dataclasses.replace(place, times=root, change=joined)
     return place
@@ -393,8 +402,8 @@ TUNIX = {
 
 def _tunix(name: str, config: TargetConfig, scanned: bool) -> Place | None:
     for pattern, path in TUNIX.items():
-        if found := re.fullmatch(pattern, name):
-            return Place(found.expand(path), _axes(name))
+        if match := re.fullmatch(pattern, name):
+            return Place(match.expand(path), _axes(name))
     return None
 
 
@@ -416,10 +425,10 @@ GEMMA = {
 
 
 def _gemma(name: str, config: TargetConfig, scanned: bool) -> Place | None:
-    found = IN_LAYER.fullmatch(name)
-    if not found:
+    match = IN_LAYER.fullmatch(name)
+    if not match:
         return Place(GEMMA[name], _axes(name)) if name in GEMMA else None
-    layer, what, leaf = found.groups()
+    layer, what, leaf = match.groups()
     if leaf == "bias":
         return None
     if what in GEMMA:
@@ -428,7 +437,8 @@ def _gemma(name: str, config: TargetConfig, scanned: bool) -> Place | None:
         if what in halves:
             return dataclasses.replace(place, axes=(0, 1), part=halves[what])
         return place
-    kind, together = PROJECTED.search(name), config.num_heads == config.num_kv_heads
+    kind = PROJECTED.search(name)
+    together = config.num_heads == config.num_kv_heads
     if kind is None:
         return None
     if kind[1] == "q" and not together:

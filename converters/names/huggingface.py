@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from dflash_jax.config import DrafterConfig
-from dflash_jax.config.family import drafter_kinds
-from dflash_jax.converters.canonical import Canonical, Origin
-from dflash_jax.converters.names.slots import Folder
-from dflash_jax.converters.source import TensorSource
+from dflash_jax.converters.formats.canonical import Canonical, Origin
+from dflash_jax.converters.formats.slots import Folder
+from dflash_jax.converters.formats.source import TensorSource
 from dflash_jax.errors import CheckpointError
+from dflash_jax.families import drafter_kinds
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 SPELT_OTHERWISE = {  # as in the Muse drafters
@@ -32,49 +32,49 @@ ALWAYS_IGNORED = {r"rotary_emb\.inv_freq$": "recomputed from the configuration"}
 
 def target(source: TensorSource, *, tied: bool, folder: Folder = PLAIN) -> Canonical:
     """Return a target's tensors; a tied head is dropped if it equals the embedding table."""
-    found = canonical(source, ALWAYS_IGNORED | dict(folder.ignored))
+    tensors = canonical(source, ALWAYS_IGNORED | dict(folder.ignored))
     if folder.fused:
-        split_experts(found, folder.fused)
+        split_experts(tensors, folder.fused)
     if folder.split:
-        for name in [*found.origins]:
-            split_rows(found, name, folder.split(name))
-    if tied and "lm_head.weight" in found.origins:
-        head = found.origins["lm_head.weight"].name
-        if _equal(found, source, head):
-            del found.origins["lm_head.weight"]
-            found.ignored[head] = "tied: equal to the embedding table"
-    return found
+        for name in [*tensors.origins]:
+            split_rows(tensors, name, folder.split(name))
+    if tied and "lm_head.weight" in tensors.origins:
+        head = tensors.origins["lm_head.weight"].name
+        if _equal(tensors, source, head):
+            del tensors.origins["lm_head.weight"]
+            tensors.ignored[head] = "tied: equal to the embedding table"
+    return tensors
 
 
-def split_rows(found: Canonical, name: str, parts: Mapping[str, range | np.ndarray]) -> None:
+def split_rows(tensors: Canonical, name: str, parts: Mapping[str, range | np.ndarray]) -> None:
     """Split a tensor into parts if they are all of its rows; `check` reports any other."""
-    stored = found.origins[name].name
-    if parts and found.source.shape(stored)[:1] == (sum(map(len, parts.values())),):
-        del found.origins[name]
-        found.origins |= {part: Origin(stored, rows) for part, rows in parts.items()}
+    stored = tensors.origins[name].name
+    if parts and tensors.source.shape(stored)[:1] == (sum(map(len, parts.values())),):
+        del tensors.origins[name]
+        tensors.origins |= {part: Origin(stored, rows) for part, rows in parts.items()}
 
 
-def split_experts(found: Canonical, pattern: str) -> None:
+def split_experts(tensors: Canonical, pattern: str) -> None:
     """Split tensors that hold all experts of a layer into one tensor for each expert.
 
     Raises:
       CheckpointError: a tensor has another shape.
     """
-    for name in [n for n in found.origins if re.search(pattern, n)]:
-        stored = found.origins[name].name
-        shape = found.source.shape(stored)
+    for name in [n for n in tensors.origins if re.search(pattern, n)]:
+        stored = tensors.origins[name].name
+        shape = tensors.source.shape(stored)
         stem, _, which = name.rpartition(".")
         parts = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
         if len(shape) != 3 or shape[1] % len(parts):
             raise CheckpointError(
                 f"{stored} has the shape {list(shape)}; expected [experts, {len(parts)} x out, in]"
             )
-        del found.origins[name]
+        del tensors.origins[name]
         size = shape[1] // len(parts)
         for i in range(shape[0] * len(parts)):
             expert, part = divmod(i, len(parts))
             rows = range(i * size, (i + 1) * size)
-            found.origins[f"{stem}.{expert}.{parts[part]}.weight"] = Origin(stored, rows)
+            tensors.origins[f"{stem}.{expert}.{parts[part]}.weight"] = Origin(stored, rows)
 
 
 def drafter(source: TensorSource, config: DrafterConfig) -> Canonical:
@@ -84,13 +84,16 @@ def drafter(source: TensorSource, config: DrafterConfig) -> Canonical:
       CheckpointError: t2d and d2t disagree about the reduced vocabulary.
     """
     borrowed = "borrowed from the target"
-    ignored = {r"^t2d$": "follows from d2t"}
-    ignored |= {} if config.own_embedding else {r"^embed_tokens\.weight$": borrowed}
-    ignored |= {} if config.own_head else {r"^lm_head\.weight$": borrowed}
-    ignored |= {} if config.draft_vocab_size else {r"^d2t$": "the vocabulary is not reduced"}
+    ignored = ALWAYS_IGNORED | {r"^t2d$": "follows from d2t"}
+    if not config.own_embedding:
+        ignored[r"^embed_tokens\.weight$"] = borrowed
+    if not config.own_head:
+        ignored[r"^lm_head\.weight$"] = borrowed
     if config.draft_vocab_size:
         _check_mask(source)
-    return canonical(source, ALWAYS_IGNORED | ignored)
+    else:
+        ignored[r"^d2t$"] = "the vocabulary is not reduced"
+    return canonical(source, ignored)
 
 
 def _check_mask(source: TensorSource) -> None:
@@ -125,8 +128,9 @@ def owned(source: TensorSource, config: DrafterConfig) -> DrafterConfig:
             np.isfinite(source.read_rows(stored[name], slice(0, 1)).astype(np.float32)).all()
         )
 
-    own = {"own_embedding": has("embed_tokens.weight"), "own_head": has("lm_head.weight")}
-    return dataclasses.replace(config, **own)
+    return dataclasses.replace(
+        config, own_embedding=has("embed_tokens.weight"), own_head=has("lm_head.weight")
+    )
 
 
 def canonical(source: TensorSource, ignored: dict[str, str]) -> Canonical:
@@ -163,8 +167,8 @@ def strip(name: str) -> str:
     return SPELT_OTHERWISE.get(short, short)
 
 
-def _equal(found: Canonical, source: TensorSource, head: str) -> bool:
-    table = found.origins.get("embed_tokens.weight")
+def _equal(tensors: Canonical, source: TensorSource, head: str) -> bool:
+    table = tensors.origins.get("embed_tokens.weight")
     if table is None or source.shape(table.name) != source.shape(head):
         return False
     return np.array_equal(source.read(table.name), source.read(head))

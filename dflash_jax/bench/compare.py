@@ -84,15 +84,17 @@ def compare(
     Args:
       repeats: minimum number of repeats.
       seconds: minimum duration, because a single short answer is too noisy.
+      options: fields of `SamplingParams`.
     """
     single = one_token_engine(engine)
     checked = check(engine, prompt, **options)
     single.generate(prompt, **options)
-    speeds: dict[str, list[float]] = {"speculative": [], "plain": [], "plain1": []}
+    comparison = SpeedComparison(checked, speculative=[], plain=[], plain1=[])
     started = time.perf_counter()
-    while len(speeds["plain1"]) < repeats or time.perf_counter() < started + seconds:
+    while len(comparison.plain1) < repeats or time.perf_counter() < started + seconds:
         again = check(engine, prompt, **options)
-        results = (again.speculative, again.plain, single.generate(prompt, **options))
-        for times, result in zip(speeds.values(), results, strict=True):
-            times.append(result.stats.tokens_per_s)
-    return SpeedComparison(checked, **speeds)
+        comparison.speculative.append(again.speculative.stats.tokens_per_s)
+        comparison.plain.append(again.plain.stats.tokens_per_s)
+        one_token = single.generate(prompt, **options)
+        comparison.plain1.append(one_token.stats.tokens_per_s)
+    return comparison

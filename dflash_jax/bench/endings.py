@@ -20,8 +20,8 @@ import numpy as np
 
 from dflash_jax.engine.state_machine import Recovery, floor
 from dflash_jax.engine.state_machine.announcements import read_ending
-from dflash_jax.engine.state_machine.words import Words
-from dflash_jax.engine.vocabulary import words_of
+from dflash_jax.engine.state_machine.output_vocabulary import OutputVocabulary
+from dflash_jax.engine.vocabulary import vocabulary_of
 from dflash_jax.errors import RequestError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tool_parsers.tool_schema import tools_of
@@ -124,21 +124,21 @@ def judge_cases(
     if not ends:
         raise RequestError("the target's config names no end token; add eos_token_id to it")
     recovery = recovery or Recovery()
-    words = words_of(model.tokenizer, (), recovery, TOOLS, None)
+    vocabulary = vocabulary_of(model.tokenizer, (), recovery, TOOLS, None)
     for case in cases:
         prompt = model.tokenizer.chat(list(case.messages), tools=list(TOOLS))
         text = model.tokenizer.encode(case.text, specials=False)
-        rows = _logits(model, [*prompt, *text, *words.opening], len(words.opening) + 1)
+        rows = _logits(model, [*prompt, *text, *vocabulary.opening], len(vocabulary.opening) + 1)
         end = max(ends, key=lambda i: rows[0][i])
-        odds = _odds(rows, end, words)
+        odds = _odds(rows, end, vocabulary)
         natural = bool(rows[0].argmax() == end)
         total = None if odds is None else sum(odds)
-        acted_on = acts(case.text, total, recovery, has_syntax=bool(words.calls))
+        acted_on = acts(case.text, total, recovery, has_syntax=bool(vocabulary.calls))
         yield Judged(case, natural, odds, acted_on)
 
 
 def acts(text: str, odds: float | None, recovery: Recovery, *, has_syntax: bool) -> bool:
-    """Return whether recovery continues at the end of a text; see `floor.judge_by_odds`."""
+    """Return whether recovery continues at the end of a text; see `floor.judge`."""
     ending = read_ending(text, tools_of(TOOLS))
     if ending.opened_fence:
         return True
@@ -148,15 +148,19 @@ def acts(text: str, odds: float | None, recovery: Recovery, *, has_syntax: bool)
         return True
     if odds is None:
         return floor.stalls_by_text(ending)
-    return odds >= floor.wanted_odds(ending, recovery)
+    return odds >= floor.wanted_margin(ending, recovery)
 
 
-def _odds(rows: Sequence[np.ndarray], end: int, words: Words) -> tuple[float, ...] | None:
+def _odds(
+    rows: Sequence[np.ndarray], end: int, vocabulary: OutputVocabulary
+) -> tuple[float, ...] | None:
     """Return the odds of the lead, against the end token, and of each token of the marker."""
-    if not words.opening:
+    if not vocabulary.opening:
         return None
-    odds = [float(rows[0][words.opening[0]] - rows[0][end])]
-    for row, token in itertools.islice(zip(rows, words.opening, strict=False), words.lead, None):
+    odds = [float(rows[0][vocabulary.opening[0]] - rows[0][end])]
+    for row, token in itertools.islice(
+        zip(rows, vocabulary.opening, strict=False), vocabulary.lead, None
+    ):
         odds.append(float(row[token] - row.max()))
     return tuple(odds)
 
@@ -170,24 +174,23 @@ def _logits(model: TargetModel, ids: list[int], count: int) -> list[np.ndarray]:
 
 def summary(judged: Sequence[Judged]) -> dict[str, Any]:
     """Return how many stalls were acted on and how many answers disturbed, all and natural ones."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for kind, verb in (("stall", "acted_on"), ("answer", "disturbed")):
         for name, keep in (("", False), ("natural_", True)):
             some = [j for j in judged if j.case.kind == kind and (j.natural or not keep)]
-            acted = sum(j.acted_on for j in some)
-            found[f"{name}{kind}s"] = len(some)
-            found[f"{name}{kind}s_{verb}"] = acted
+            figures[f"{name}{kind}s"] = len(some)
+            figures[f"{name}{kind}s_{verb}"] = len([j for j in some if j.acted_on])
     wrong = collections.Counter(
         j.case.language for j in judged if j.acted_on != (j.case.kind == "stall")
     )
-    return found | {"misjudged_by_language": dict(wrong)}
+    return figures | {"misjudged_by_language": dict(wrong)}
 
 
-def line(name: str, found: dict[str, Any]) -> str:
+def line(name: str, figures: dict[str, Any]) -> str:
     """Return one line of a table of summaries."""
     parts = (
-        f"{found[f'{natural}stalls_acted_on']:4} of {found[f'{natural}stalls']:3} acted on,"
-        f" {found[f'{natural}answers_disturbed']:3} of {found[f'{natural}answers']:3} disturbed"
+        f"{figures[f'{natural}stalls_acted_on']:4} of {figures[f'{natural}stalls']:3} acted on,"
+        f" {figures[f'{natural}answers_disturbed']:3} of {figures[f'{natural}answers']:3} disturbed"
         for natural in ("", "natural_")
     )
     return f"{name:24} {' | natural: '.join(parts)}"

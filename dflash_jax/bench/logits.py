@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dflash_jax import loading
-from dflash_jax.bench.report import check_plot
 from dflash_jax.errors import RequestError
 from dflash_jax.target_model import TargetModel
 
@@ -28,7 +27,7 @@ class PromptDistance:
     Attributes:
       divergence: Kullback-Leibler divergence of the second from the first, in nats, by position.
       same_top: whether both have the same most probable token, by position.
-      surprise: of the tokens that follow, negative log-probabilities by the two models.
+      surprise: negative log-probabilities of the tokens that follow, by the two models.
     """
 
     text: str
@@ -89,7 +88,9 @@ def compared(
     size = min(ours.shape[1], theirs.shape[1])
     if ids.max() >= size:
         raise RequestError(f"the prompt {text[:SHOWN]!r} has tokens that one of the models lacks")
-    divergence, same, surprise = [], [], []
+    divergence: list[np.ndarray] = []
+    same: list[np.ndarray] = []
+    surprise: list[np.ndarray] = []
     for start in range(0, len(ids), ROWS):
         a, b = (_log_softmax(x[start : start + ROWS, :size]) for x in (ours, theirs))
         divergence.append((np.exp(a) * (a - b)).sum(axis=1))
@@ -111,36 +112,36 @@ def _log_softmax(values: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T V"]:
     return exact - np.log(np.exp(exact).sum(axis=1, keepdims=True))
 
 
-def summary(found: Sequence[PromptDistance]) -> dict[str, Any]:
+def summary(distances: Sequence[PromptDistance]) -> dict[str, Any]:
     """Return the figures of all prompts together, and of each."""
     whole = PromptDistance(
         text="",
-        divergence=np.concatenate([x.divergence for x in found]),
-        same_top=np.concatenate([x.same_top for x in found]),
-        surprise=np.concatenate([x.surprise for x in found], axis=1),
+        divergence=np.concatenate([x.divergence for x in distances]),
+        same_top=np.concatenate([x.same_top for x in distances]),
+        surprise=np.concatenate([x.surprise for x in distances], axis=1),
     )
-    return _figures(whole) | {"prompts": [{"text": x.text} | _figures(x) for x in found]}
+    return _figures(whole) | {"prompts": [{"text": x.text} | _figures(x) for x in distances]}
 
 
-def _figures(found: PromptDistance) -> dict[str, Any]:
-    spread = np.quantile(found.divergence, [0.5, 0.99])
-    perplexity = np.exp(found.surprise.mean(axis=1))
+def _figures(distance: PromptDistance) -> dict[str, Any]:
+    spread = np.quantile(distance.divergence, [0.5, 0.99])
+    perplexity = np.exp(distance.surprise.mean(axis=1))
     return {
-        "tokens": len(found.divergence),
-        "kl_mean": float(found.divergence.mean()),
+        "tokens": len(distance.divergence),
+        "kl_mean": float(distance.divergence.mean()),
         "kl_median": float(spread[0]),
         "kl_99": float(spread[1]),
-        "kl_max": float(found.divergence.max()),
-        "same_top": float(found.same_top.mean()),
+        "kl_max": float(distance.divergence.max()),
+        "same_top": float(distance.same_top.mean()),
         "perplexity": [float(value) for value in perplexity],
     }
 
 
 def lines(report: dict[str, Any]) -> list[str]:
     """Return the figures as text, a line for each prompt and one for all."""
-    return [_line(entry, repr(entry["text"][:SHOWN])) for entry in report["prompts"]] + [
-        _line(report, f"{len(report['prompts'])} prompts")
-    ]
+    prompts = report["prompts"]
+    rows = [_line(entry, repr(entry["text"][:SHOWN])) for entry in prompts]
+    return [*rows, _line(report, f"{len(prompts)} prompts")]
 
 
 def _line(entry: dict[str, Any], name: str) -> str:
@@ -152,27 +153,23 @@ def _line(entry: dict[str, Any], name: str) -> str:
     )
 
 
-def plot(found: Sequence[PromptDistance], path: Path) -> None:
+def plot(distances: Sequence[PromptDistance], path: Path, kind: str) -> None:
     """Draw the divergence of each prompt, and the share of positions above each divergence.
 
-    Raises:
-      RequestError: see `check_plot`; or the file cannot be written.
+    Args:
+      kind: of picture, such as "png".
     """
-    check_plot(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     by_prompt, shares = figure.subplots(1, 2)
-    names = [entry.text[:24] for entry in found]
-    by_prompt.barh(range(len(found)), [entry.divergence.mean() for entry in found])
-    by_prompt.set_yticks(range(len(found)), names, fontsize=7)
+    names = [entry.text[:24] for entry in distances]
+    by_prompt.barh(range(len(distances)), [entry.divergence.mean() for entry in distances])
+    by_prompt.set_yticks(range(len(distances)), names, fontsize=7, parse_math=False)
     by_prompt.invert_yaxis()
     by_prompt.set(xlabel="mean KL divergence, nats")
-    values = np.sort(np.concatenate([entry.divergence for entry in found]))
+    values = np.sort(np.concatenate([entry.divergence for entry in distances]))
     shares.plot(np.maximum(values, 1e-12), 1 - np.arange(len(values)) / len(values))
     shares.set(xscale="log", yscale="log", xlabel="KL divergence, nats")
     shares.set(ylabel="share of positions with more")
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"the plot cannot be written to {path}: {error}") from error
+    figure.savefig(path, dpi=150, format=kind)

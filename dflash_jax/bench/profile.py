@@ -37,7 +37,7 @@ class Kernel:
 
     name: str
     part: str
-    seconds: float  # of one step
+    seconds: float  # in one step
     calls: float
     operation: str  # the name without its number, or the function that is called
 
@@ -48,7 +48,7 @@ class Profile:
 
     program: str
     steps: int
-    wall_s: float  # of one step, on the host
+    wall_s: float  # seconds of one step, on the host
     parts: dict[str, float]  # seconds of one step by stage and part, largest first
     kernels: tuple[Kernel, ...]  # largest first
 
@@ -85,7 +85,8 @@ def profile(
       RequestError: prompt and steps exceed `max_length`.
       ComputeError: the target produced non-finite logits.
     """
-    plan, count = engine.plan, steps + 3  # two to warm up, one for lookahead
+    plan = engine.plan
+    count = steps + 3  # two to warm up, one for lookahead
     longest = 1 + count * (plan.block if speculative else 1)
     if steps < 1 or len(prompt) + longest > plan.max_length:
         raise RequestError(
@@ -94,27 +95,28 @@ def profile(
         )
     engine.warm_up()
     name = Step.SPECULATIVE if speculative and engine.graph.drafter_config else Step.PLAIN
-    scheduler = engine.core.scheduler
-    pacer, scheduler.pacer = scheduler.pacer, StepPacer(max_steps=1)
+    core = engine.core
+    pacer = core.pacer
+    core.pacer = StepPacer(max_steps=1)
     live = engine.submit(list(prompt), max_tokens=longest, ignore_eos=True, speculative=speculative)
     try:
-        while live.num_fed < len(prompt) and not live.done:
+        while live.num_computed < len(prompt) and not live.done:
             engine.advance()
         for _ in range(2):
             engine.advance()
-        wall, trace = _traced(engine, steps, keep and keep / name)
+        wall, trace = _traced(engine, steps, None if keep is None else keep / name)
         if live.done:  # only an error ends it here
             live.result()
     finally:
         live.close()
-        scheduler.pacer = pacer
+        core.pacer = pacer
     program = engine.core.runner.executables[engine.graph.key(name)]
-    found = _kernels(trace, program.compiled.as_text() or "", steps)
+    kernels = _kernels(trace, program.compiled.as_text() or "", steps)
     parts: dict[str, float] = collections.defaultdict(float)
-    for kernel in found:
+    for kernel in kernels:
         parts[kernel.part] += kernel.seconds
     largest_first = dict(sorted(parts.items(), key=lambda item: -item[1]))
-    return Profile(name, steps, wall / steps, largest_first, found)
+    return Profile(name, steps, wall / steps, largest_first, kernels)
 
 
 def _traced(engine: Engine, steps: int, keep: Path | None) -> tuple[float, Any]:
@@ -142,7 +144,9 @@ def part_of(op_name: str) -> str:
 
 def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
     """Return the operations of a program that ran, largest first."""
-    parts, bodies, operations = {}, {}, {}
+    parts: dict[str, str] = {}  # by operation
+    bodies: dict[str, str] = {}  # parts of computations
+    operations: dict[str, str] = {}
     for text in re.split(r"\n(?=%|ENTRY)", hlo):  # computations, callees first
         for line in _LINE.finditer(text):
             rest = text[line.end() : text.find("\n", line.end())]

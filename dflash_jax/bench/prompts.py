@@ -30,7 +30,7 @@ class _Public:
 
     Attributes:
       package: name on PyPI of a package that contains the set or a sample of it.
-      file: in that package, in the module of its name, one JSON object per line.
+      file: file in the package's module of the same name, with one JSON object per line.
     """
 
     path: str

@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
+from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.tool_parsers import CallState, Syntax, syntax_of
@@ -54,7 +55,8 @@ class ReplayedTurn:
     @property
     def equal(self) -> bool:
         """Whether both answers have the same tokens and finish reason."""
-        a, b = self.speculative, self.plain
+        a = self.speculative
+        b = self.plain
         return (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
 
     def to_json(self) -> dict[str, Any]:
@@ -147,20 +149,26 @@ def prompt_of(turn: Turn, engine: Engine) -> list[int]:
 
 def play(engine: Engine, turn: Turn, recovery: Recovery | None) -> ReplayedTurn:
     """Answer a turn greedily, with and without drafting."""
-    options: dict[str, Any] = {"tools": turn.tools, "tool_choice": turn.tool_choice}
-    options |= {"max_tokens": turn.max_tokens, "recovery": recovery}
     prompt = prompt_of(turn, engine)
-    fast = engine.generate(prompt, **options)
-    slow = engine.generate(prompt, **options, speculative=False)
+    params = SamplingParams(
+        tools=turn.tools,
+        tool_choice=turn.tool_choice,
+        max_tokens=turn.max_tokens,
+        recovery=recovery,
+    )
+    fast = engine.generate(prompt, params)
+    slow = engine.generate(prompt, params.with_options(speculative=False))
     return ReplayedTurn(turn, fast, slow, outcome_of(engine, turn, fast))
 
 
 def outcome_of(engine: Engine, turn: Turn, result: Result) -> str:
     """Return the class of an answer; a call counts if it is complete and fits its schema."""
-    if (tokenizer := engine.tokenizer) is not None:
+    tokenizer = engine.tokenizer
+    if tokenizer is not None:
         if not (result.text or "").strip():
             return "empty"
-        text, syntax = tokenizer.raw(result.token_ids), syntax_of(tokenizer.teaches)
+        text = tokenizer.raw(result.token_ids)
+        syntax = syntax_of(tokenizer.teaches)
         if syntax and is_valid_call(text, syntax, tools_of(turn.tools)):
             return "tool call"
     return "bounded length" if result.finish_reason == "length" else "prose"
@@ -170,7 +178,8 @@ def is_valid_call(text: str, syntax: Syntax, tools: Sequence[Tool]) -> bool:
     """Return whether the text has only complete calls of declared tools with valid arguments."""
     if syntax.call_state(text) is not CallState.COMPLETE:
         return False
-    parser, named = OutputParser(syntax, tools, lenient=False), {tool.name: tool for tool in tools}
+    parser = OutputParser(syntax, tools, lenient=False)
+    named = {tool.name: tool for tool in tools}
     calls = calls_of([*parser.push(text), *parser.finish()])
     fit = [
         name in named and is_arguments_object(named[name], arguments or "{}")
@@ -188,6 +197,8 @@ def table(played: Iterable[ReplayedTurn]) -> list[dict[str, Any]]:
             row = rows.setdefault(kind, {"kind": kind} | dict.fromkeys(columns, 0))
             row["turns"] += 1
             row[one.outcome] += 1
-            row["equal to plain"] += one.equal
-            row["as expected"] += one.turn.expected in (None, one.outcome)
+            if one.equal:
+                row["equal to plain"] += 1
+            if one.turn.expected in (None, one.outcome):
+                row["as expected"] += 1
     return sorted(rows.values(), key=lambda row: row["kind"] == "total")

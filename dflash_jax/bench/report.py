@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import http.client
+import itertools
 import json
 import os
 import platform
@@ -51,10 +52,11 @@ class RequestSettings:
 
 
 class InProcess:
-    """An engine in this process, given `concurrency` requests at a time."""
+    """An engine in this process, which answers `concurrency` requests at a time."""
 
     def __init__(self, engine: Engine, request: RequestSettings):
-        self.engine, self._settings = engine, request
+        self.engine = engine
+        self._settings = request
         self.modes = ("speculative", "plain") if engine.graph.drafter_config else ("plain",)
 
     def run(self, prompts: Sequence[BenchmarkPrompt], concurrency: int, mode: str) -> list[Sample]:
@@ -63,7 +65,8 @@ class InProcess:
         Raises:
           RequestError: a prompt does not fit `max_length`.
         """
-        engine, request = self.engine, self._settings
+        engine = self.engine
+        request = self._settings
         waiting = collections.deque(enumerate(prompts))
         running: dict[int, tuple[Any, float]] = {}
         samples: dict[int, Sample] = {}
@@ -81,7 +84,7 @@ class InProcess:
                     seed=request.seed,
                     speculative=mode == "speculative",
                 )
-                running[at] = live, time.perf_counter()
+                running[at] = (live, time.perf_counter())
             engine.advance()
             for at, (live, started) in list(running.items()):
                 if live.done:
@@ -116,7 +119,8 @@ class OverHttp:
         parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestError(f"{url!r} is no http URL; give one like http://127.0.0.1:8000")
-        self._parts, self._settings = parts, request
+        self._parts = parts
+        self._settings = request
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         key = os.environ.get("OPENAI_API_KEY") or os.environ.get("DFLASH_API_KEY") or "none"
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
@@ -166,7 +170,7 @@ class OverHttp:
         if entry.tools:
             body["tools"] = entry.tools
         if mode != "server":
-            body |= {"return_metrics": True, "return_token_ids": True}
+            body |= {"timings_per_token": True, "return_token_ids": True}
         if mode == "plain":
             body["speculative"] = {"enabled": False}
         started = time.perf_counter()
@@ -183,7 +187,9 @@ class OverHttp:
 
 
 def _read_stream(response: http.client.HTTPResponse, started: float) -> Sample:
-    text, first, last = "", 0.0, {}
+    text = ""
+    first = 0.0  # seconds until the first token
+    last: dict[str, Any] = {}
     ids: tuple[int, ...] = ()
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
@@ -191,7 +197,7 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Sample:
         chunk = json.loads(line[6:])
         if "error" in chunk:
             raise RequestError(f"the server failed: {chunk['error']}")
-        last |= {k: chunk[k] for k in ("usage", "metrics") if chunk.get(k)}
+        last |= {k: chunk[k] for k in ("usage", "timings") if chunk.get(k)}
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             new = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
@@ -200,18 +206,18 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Sample:
                 first = time.perf_counter() - started
             ids = tuple(choice.get("token_ids") or ids)
     seconds = time.perf_counter() - started
-    usage, metrics = last.get("usage") or {}, last.get("metrics") or {}
-    decoding = metrics.get("speculative_decoding") or {}
+    usage = last.get("usage") or {}
+    timings = last.get("timings") or {}
     return Sample(
         text=text,
         tokens=usage.get("completion_tokens", 0),
         prompt_tokens=usage.get("prompt_tokens", 0),
         first_token_s=first or seconds,
         seconds=seconds,
-        decode_s=metrics.get("generation_time_ms", (seconds - first) * 1e3) / 1e3,
+        decode_s=timings.get("predicted_ms", (seconds - first) * 1e3) / 1e3,
         ids=ids,
-        acceptance_lengths=tuple(n + 1 for n in decoding.get("per_step_accepted", ())),
-        drafts=decoding.get("num_spec_tokens", 0),
+        acceptance_lengths=tuple(n + 1 for n in timings.get("accepted_per_round", ())),
+        drafts=max(timings.get("drafted_per_round", ()), default=0),
     )
 
 
@@ -221,7 +227,7 @@ class BenchmarkRun:
 
     concurrency: int
     mode: str
-    samples: list[Sample]  # of the last repeat
+    samples: list[Sample]  # answers of the last repeat
     walls: list[float]  # seconds per repeat
 
     @property
@@ -237,15 +243,17 @@ class BenchmarkRun:
     @property
     def lengths(self) -> list[int]:
         """Tokens committed in each round of each request."""
-        return [n for sample in self.samples for n in sample.acceptance_lengths]
+        return [*itertools.chain.from_iterable(x.acceptance_lengths for x in self.samples)]
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures; times in seconds."""
-        lengths, rounds = self.lengths, len(self.lengths)
+        lengths = self.lengths
+        rounds = len(lengths)
         drafts = max((s.drafts for s in self.samples), default=0)
         histogram = collections.Counter(lengths)
         first = sorted(sample.first_token_s for sample in self.samples)
         speeds = [(s.tokens - 1) / s.decode_s for s in self.samples if s.decode_s > 0]
+        rate = (sum(lengths) - rounds) / (rounds * drafts) if drafts else None
         return {
             "concurrency": self.concurrency,
             "lane": self.mode,  # the key is part of the public format
@@ -261,11 +269,9 @@ class BenchmarkRun:
             },
             "rounds": rounds,
             "acceptance_length": sum(lengths) / rounds if rounds else None,
-            "draft_acceptance_rate": (sum(lengths) - rounds) / (rounds * drafts)
-            if drafts
-            else None,
+            "draft_acceptance_rate": rate,
             "accepted_per_position": [
-                sum(n > place + 1 for n in lengths) / rounds for place in range(drafts)
+                len([n for n in lengths if n > place + 1]) / rounds for place in range(drafts)
             ],
             "acceptance_histogram": {str(n): histogram[n] for n in range(1, drafts + 2)},
         }
@@ -363,13 +369,15 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure, (speed, places, lengths) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for mode in dict.fromkeys(run["lane"] for run in report["runs"]):
         runs = [run for run in report["runs"] if run["lane"] == mode]
-        levels, values = [r["concurrency"] for r in runs], [r["tokens_per_s"] for r in runs]
+        levels = [run["concurrency"] for run in runs]
+        values = [run["tokens_per_s"] for run in runs]
         speed.plot(levels, values, marker="o", label=mode)
     speed.set(xlabel="concurrent requests", ylabel="output tokens per second")
     speed.legend()
     drafted = next((run for run in report["runs"] if run["accepted_per_position"]), None)
     if drafted:
-        shares, histogram = drafted["accepted_per_position"], drafted["acceptance_histogram"]
+        shares = drafted["accepted_per_position"]
+        histogram = drafted["acceptance_histogram"]
         places.bar(range(1, len(shares) + 1), shares)
         lengths.bar([int(n) for n in histogram], list(histogram.values()))
     places.set(xlabel="position of the draft", ylabel="share of rounds that accept it")

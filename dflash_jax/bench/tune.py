@@ -20,17 +20,20 @@ from dflash_jax.loading import OpenPair
 from dflash_jax.plan import Plan
 from dflash_jax.utils.atomic import new_path
 
-NONE, NGRAM, OWN = "none", "ngram", "own"  # sources of drafts
+# Sources of drafts.
+NONE = "none"
+NGRAM = "ngram"
+OWN = "own"
 BLOCKS = (2, 3, 4, 6, 8, 12, 16)
 NGRAM_BLOCKS = (4, 8, 16)
 MATCHED = 4  # tokens that match before a copy replaces drafts of the drafter
-STEPS = (1, 4, 16)  # of a call
+STEPS = (1, 4, 16)  # steps of a call
 MARGIN = 1.02  # a candidate that is not faster by this is not worth another plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A source of drafts, and fields of the plan that differ from the given ones."""
+    """A source of drafts, and fields of the plan that differ from the user's."""
 
     drafter: str = NONE
     fields: tuple[tuple[str, Any], ...] = ()
@@ -49,7 +52,7 @@ class Measured:
     """A candidate's speed beside that of the best one before it.
 
     Attributes:
-      ratio: of the speeds, over all prompts; each prompt counts with its fastest round.
+      ratio: ratio of the two speeds over all prompts; each prompt counts with its fastest round.
       tokens_per_s: output tokens per second of the candidate, prompts included.
     """
 
@@ -64,10 +67,11 @@ class Tuning:
 
     Args:
       pair: the opened models.
-      plan: the user's; candidates replace some of its fields.
-      prompts: token ids of each.
+      plan: the user's plan; candidates replace some of its fields.
+      prompts: token ids of each prompt.
       params: options of the requests.
-      kept: file of what was measured; written after each candidate.
+      kept: file with what was measured; it is written after each candidate.
+      rounds: how often a candidate answers each prompt.
       report: called with lines of progress.
 
     Raises:
@@ -86,9 +90,13 @@ class Tuning:
         report: Callable[[str], None],
     ):
         self.measured: dict[str, Measured] = {}
-        self._pair, self._plan, self._params = pair, plan, params
-        self._prompts, self._rounds = prompts, rounds
-        self._kept, self._report = kept, report
+        self._pair = pair
+        self._plan = plan
+        self._params = params
+        self._prompts = prompts
+        self._rounds = rounds
+        self._kept = kept
+        self._report = report
         self._engines: dict[Candidate, Engine] = {}
         about = [str(pair.target.path), plan.to_json(), str(params), rounds, list(prompts)]
         self._about = json.loads(json.dumps(about))
@@ -101,10 +109,12 @@ class Tuning:
         Raises:
           CheckpointError: the disk is full.
         """
-        best, begun = Candidate(), time.perf_counter()
+        best = Candidate()
+        begun = time.perf_counter()
         self._report(f"measuring {best}")
         self._seconds_of(best, self._units()[0])
-        once, answered = time.perf_counter() - begun, time.perf_counter()
+        answered = time.perf_counter()
+        once = answered - begun
         for unit in self._units():
             self._seconds_of(best, unit)
         answers = time.perf_counter() - answered
@@ -118,12 +128,14 @@ class Tuning:
         for stage in (lambda _: iter(first), self._steps, self._kernels):
             for candidate in list(stage(best)):
                 try:
-                    found = self._beside(candidate, best)
+                    measured = self._beside(candidate, best)
                 except PlanError as error:  # the models or the memory do not allow it
                     self._report(f"left out: {candidate}: {error}")
                     continue
-                self._report(f"{found.ratio:.2f}x, {found.tokens_per_s:,.0f} tokens/s: {candidate}")
-                if found.ratio >= MARGIN:
+                self._report(
+                    f"{measured.ratio:.2f}x, {measured.tokens_per_s:,.0f} tokens/s: {candidate}"
+                )
+                if measured.ratio >= MARGIN:
                     best = candidate
         return best
 
@@ -168,13 +180,14 @@ class Tuning:
                     seconds, written = self._seconds_of(one, unit)
                     if number:
                         least[one, at] = min(seconds, least.get((one, at), math.inf))
-                        tokens += written if one is candidate and number == 1 else 0
-        old, new = (sum(s for (x, _), s in least.items() if x == y) for y in (best, candidate))
-        self.measured[str(candidate)] = found = Measured(
-            str(candidate), str(best), old / new, tokens / new
-        )
+                    if one is candidate and number == 1:
+                        tokens += written
+        old = sum(seconds for (one, _), seconds in least.items() if one == best)
+        new = sum(seconds for (one, _), seconds in least.items() if one == candidate)
+        measured = Measured(str(candidate), str(best), old / new, tokens / new)
+        self.measured[str(candidate)] = measured
         self._keep()
-        return found
+        return measured
 
     def _seconds_of(self, candidate: Candidate, unit: Sequence[Sequence[int]]) -> tuple[float, int]:
         engine = self._engine(candidate)
@@ -185,10 +198,10 @@ class Tuning:
 
     def _engine(self, candidate: Candidate) -> Engine:
         if candidate not in self._engines:
-            own = self._pair if candidate.drafter == OWN else None
-            pair = own or dataclasses.replace(
-                self._pair, drafter=None, ngram=candidate.drafter == NGRAM
-            )
+            pair = self._pair
+            if candidate.drafter != OWN:
+                ngram = candidate.drafter == NGRAM
+                pair = dataclasses.replace(pair, drafter=None, ngram=ngram)
             engine = pair.engine(dataclasses.replace(self._plan, **dict(candidate.fields)))
             engine.measures_drafting = False
             self._engines[candidate] = engine
@@ -196,14 +209,15 @@ class Tuning:
 
     def _keep(self) -> None:
         entries = [dataclasses.asdict(x) for x in self.measured.values()]
-        found = {"about": self._about, "measured": entries}
+        text = json.dumps({"about": self._about, "measured": entries})
         with new_path(self._kept, overwrite=True) as partial:
-            partial.write_text(json.dumps(found), encoding="utf-8")
+            partial.write_text(text, encoding="utf-8")
 
     def _resume(self) -> None:
         try:
-            found = json.loads(self._kept.read_text(encoding="utf-8"))
-            about, entries = found["about"], [Measured(**x) for x in found["measured"]]
+            contents = json.loads(self._kept.read_text(encoding="utf-8"))
+            about = contents["about"]
+            entries = [Measured(**entry) for entry in contents["measured"]]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RequestError(
                 f"{self._kept} cannot be read ({error}); remove it to start over"
@@ -217,14 +231,14 @@ class Tuning:
         self._report(f"going on after {len(entries)} candidates in {self._kept}")
 
 
-def plan_file(best: Candidate, given: Mapping[str, Any]) -> str:
+def plan_file(best: Candidate, chosen: Mapping[str, Any]) -> str:
     """Return the text of a plan's file, which `--plan` reads.
 
     Args:
-      given: fields of the plan that the user chose.
+      chosen: fields of the plan that the user chose.
     """
     source = {} if best.drafter == OWN else {"drafter": best.drafter}
-    return json.dumps(source | dict(given) | dict(best.fields), indent=1) + "\n"
+    return json.dumps(source | dict(chosen) | dict(best.fields), indent=1) + "\n"
 
 
 def write_plan(path: Path, text: str) -> None:

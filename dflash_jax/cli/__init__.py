@@ -91,7 +91,8 @@ def prepare(options: "argparse.Namespace") -> None:
     from dflash_jax.utils.command import default_signals
     from dflash_jax.utils.progress import announced, is_shown
 
-    tune_allocator()  # before JAX allocates
+    engine = hasattr(options, "target")  # the commands about weight files have none
+    if engine:
+        tune_allocator()  # before JAX allocates
     with announced("importing JAX", shown=is_shown()), default_signals(), fewer_collections():
-        engine = hasattr(options, "target")  # the commands about weight files have none
         importlib.import_module("dflash_jax.loading" if engine else "dflash_jax.converters.models")

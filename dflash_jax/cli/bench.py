@@ -110,15 +110,18 @@ def run(options: argparse.Namespace) -> int:
 
 def report(results: dict[str, Any], width: int) -> str:
     """Return a summary of `bench.report.summary` as a table with an explanation of its columns."""
-    rows, details = [], []
+    rows = []
+    details = []
     for pair in results["pairs"]:
         details.append(
             f"{pair['concurrency']} at once: speculative is {pair['speedup']:.2f}x plain;"
             f" {pair['equal_outputs']} of {pair['outputs']} outputs equal"
         )
     for run in results["runs"]:
-        tau, rate = run["acceptance_length"], run["draft_acceptance_rate"]
-        one, first = run["tokens_per_s_of_one_request"], run["first_token_s"]
+        tau = run["acceptance_length"]
+        rate = run["draft_acceptance_rate"]
+        one = run["tokens_per_s_of_one_request"]
+        first = run["first_token_s"]
         rows.append(
             (
                 run["lane"],
@@ -145,9 +148,10 @@ def _profiles(engine: Any, talk: Any, options: argparse.Namespace) -> list[dict[
     """Return profiles of a speculative step, if there is a drafter, and of a plain one."""
     from dflash_jax.bench.profile import profile
 
-    ids, keep = engine.chat_ids(talk.messages, tools=talk.tools or None), options.profile
+    ids = engine.chat_ids(talk.messages, tools=talk.tools or None)
+    keep = Path(options.profile) if options.profile else None
     profiles = [
-        profile(engine, ids, speculative=speculative, keep=Path(keep) if keep else None)
+        profile(engine, ids, speculative=speculative, keep=keep)
         for speculative in ((True, False) if engine.graph.drafter_config else (False,))
     ]
     if not options.json:

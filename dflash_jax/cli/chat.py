@@ -116,10 +116,11 @@ class ChatSession:
     def __init__(self, engine: Any, options: argparse.Namespace):
         from dflash_jax.tool_parsers import syntax_of
 
-        self.engine, self._options = engine, options
+        self.engine = engine
+        self._options = options
         self._syntax = syntax_of(engine.tokenizer.teaches)
         self._last: Any = None
-        self._stream: Any = None  # of the current answer
+        self._stream: Any = None  # handle of the current answer
         self.reset()
 
     def reset(self) -> None:
@@ -152,7 +153,8 @@ class ChatSession:
             raise
         print(flush=True)
         if self._stream is not None:
-            self._last, self._stream = self._stream.result(), None
+            self._last = self._stream.result()
+            self._stream = None
             if self._options.show_drafts:
                 print(legend(self._last.stats, colours=has_colours()), flush=True)
         answer = "".join(parts)
@@ -166,31 +168,29 @@ class ChatSession:
 
         With --show-drafts, the tokens are printed as the model decided them, tags included.
         """
-        from dflash_jax.engine.detokenizer import Detokenizer
         from dflash_jax.engine.vocabulary import opens_thought
         from dflash_jax.tool_parsers.stream import OutputParser
 
-        options, tokenizer = self._options, self.engine.tokenizer
+        options = self._options
+        tokenizer = self.engine.tokenizer
         prompt = self._prompt()
         markers = self._syntax.markers(calls=False) if self._syntax else ()
         showing = tokenizer.showing(markers)
         # The engine's text leaves out special tokens, among them the markers of reasoning.
-        output = Detokenizer(showing) if showing.shown else None
+        output = showing.stream() if showing.shown else None
         parser = OutputParser(self._syntax, thinking=opens_thought(tokenizer, prompt))
         room = self.engine.plan.max_length - len(prompt)
-        self._stream = self.engine.submit(
-            prompt,
-            **shared.chosen_sampling(options)
-            | {"max_tokens": max(1, min(options.max_tokens, room))},
-            trace=options.show_drafts,
+        params = shared.sampling_params(options).with_options(
+            max_tokens=max(1, min(options.max_tokens, room)), trace=options.show_drafts
         )
+        self._stream = self.engine.submit(prompt, params)
         shown = not options.show_drafts
         for piece in self._stream:
             for traced in piece.trace:
                 print(marked(traced, colours=has_colours()), end="", flush=True)
             for event in parser.push(output.push(piece.token_ids) if output else piece.text):
                 yield _print(event, shown=shown)
-        for event in parser.push(output.finish() if output else "") + parser.finish():
+        for event in parser.push(output.flush() if output else "") + parser.finish():
             yield _print(event, shown=shown)
 
     def _prompt(self) -> list[int]:

@@ -1,6 +1,7 @@
 """`dflash-jax compare --logits`: next-token probabilities of two models beside their tensors."""
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,9 +42,7 @@ def check(options: argparse.Namespace) -> None:
         return
     if options.max_tokens < 2:
         raise RequestError(f"--max-tokens is {options.max_tokens}; expected at least 2")
-    texts_of(options.logits)
-    if options.plot is not None and not options.plot.parent.is_dir():
-        raise RequestError(f"{options.plot.parent} is not a folder; create it first")
+    options.texts = texts_of(options.logits)  # read once: it may be a pipe
 
 
 def texts_of(path: Path) -> list[str]:
@@ -56,10 +55,10 @@ def texts_of(path: Path) -> list[str]:
         listed = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read: {error}") from error
-    found = [line for line in listed if line.strip()]
-    if not found:
+    texts = [line for line in listed if line.strip()]
+    if not texts:
         raise RequestError(f"{path} holds no prompt; write one on each line")
-    return found
+    return texts
 
 
 def run(options: argparse.Namespace, tensors: Callable[[argparse.Namespace], int]) -> int:
@@ -70,18 +69,24 @@ def run(options: argparse.Namespace, tensors: Callable[[argparse.Namespace], int
     from dflash_jax.bench.report import check_plot
     from dflash_jax.converters.cli import CHECK_FAILED, comparison
     from dflash_jax.converters.command_parts import print_report
+    from dflash_jax.utils.atomic import new_path
 
+    drawn: contextlib.AbstractContextManager[Path | None] = contextlib.nullcontext()
+    kind = ""
     if options.plot is not None:
         check_plot(options.plot)
-    report, lines = comparison(options)
-    found = logits.distances(
-        options.first,
-        options.second,
-        texts_of(options.logits),
-        most_tokens=options.max_tokens,
-    )
-    report |= {"logits": logits.summary(found)}
-    if options.plot is not None:
-        logits.plot(found, options.plot)
+        kind = options.plot.suffix.removeprefix(".")
+        drawn = new_path(options.plot, overwrite=True)
+    with drawn as place:
+        report, lines = comparison(options)
+        distances = logits.distances(
+            options.first,
+            options.second,
+            options.texts,
+            most_tokens=options.max_tokens,
+        )
+        report |= {"logits": logits.summary(distances)}
+        if place is not None:
+            logits.plot(distances, place, kind)
     print_report(options, report, [*lines, *logits.lines(report["logits"])])
     return 0 if report["agree"] else CHECK_FAILED

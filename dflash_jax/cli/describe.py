@@ -5,18 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dflash_jax.checkpoint import is_checkpoint
-from dflash_jax.config import (
-    DrafterConfig,
-    TargetConfig,
-    check_pair,
-    drafter_config,
-    read_json,
-    read_target_config,
-)
+from dflash_jax.config import DrafterConfig, TargetConfig, check_pair, read_json
+from dflash_jax.families.configs import drafter_config, read_target_config
 from dflash_jax.graph import Pair
 from dflash_jax.graph.ngram import NGram
 from dflash_jax.loading import AUTO, NGRAM, OWN, Config, expect, locate_drafter
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.utils.sources import Source, locate
 
 
@@ -55,11 +49,11 @@ def _config(path: Path, read: Callable[[Path], Config]) -> Config:
 
 def _read_drafter(directory: Path) -> DrafterConfig:
     """Return the config of a drafter's config.json, in the published or speculators' layout."""
-    from dflash_jax.converters.names import published
+    from dflash_jax.converters.names import speculators
 
     where = str(directory / "config.json")
     fields = read_json(directory / "config.json")
-    if published.is_speculators(fields):
-        fields, _ = published.published_fields(fields, where=where)
+    if speculators.is_speculators(fields):
+        fields, _ = speculators.published_fields(fields, where=where)
     config = drafter_config(fields, where)
     return dataclasses.replace(config, own_head=bool(config.draft_vocab_size))

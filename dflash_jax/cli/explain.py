@@ -10,6 +10,8 @@ from dflash_jax.errors import RequestError
 from dflash_jax.serve_options import PREFIX_CACHE
 from dflash_jax.utils.progress import announced, is_shown
 
+FENCED = "JSON in a code fence at the end of an output (fenced_calls=False: as text)"
+
 
 def add_command(commands: Any) -> None:
     """Add `explain` to the command line."""
@@ -58,24 +60,30 @@ def run(options: argparse.Namespace) -> int:
     patience = 0 if options.compile else None
     with announced(what, shown=is_shown(), patience=patience):
         explanation = graph.explain(compile=options.compile)
-    note = _tools_note(options.target)
+    calls, warning = _tool_calls(options.target)
     if options.json:
-        print(json.dumps(explanation.to_json() | {"warnings": [note] if note else []}))
+        notes = {"tool_calls": calls, "warnings": [warning] if warning else []}
+        print(json.dumps(explanation.to_json() | notes))
     else:
         print(explanation)
-        if note:
-            print(f"warning: {note}")
+        if calls:
+            print(f"tool calls: {calls}")
+        if warning:
+            print(f"warning: {warning}")
     if options.params and not options.json:
         for name, (shape, dtype) in explanation.parameters.items():
             print(f"{name:50} {dtype:10} {'x'.join(map(str, shape))}")
     return 0
 
 
-def _tools_note(target: str) -> str | None:
-    """Return why tools have no effect with the target's chat template, or None."""
+def _tool_calls(target: str) -> tuple[str, str | None]:
+    """Return how calls of tools are read, and why tools have no effect with the template, or None.
+
+    Without a chat template there are neither.
+    """
     from dflash_jax.loading import locate
     from dflash_jax.tokenizer import Tokenizer
-    from dflash_jax.tool_parsers import tools_warning
+    from dflash_jax.tool_parsers import syntax_of, tools_warning
 
     path = locate(target, "target")
     if path.is_dir():
@@ -84,26 +92,32 @@ def _tools_note(target: str) -> str | None:
         from dflash_jax.converters.models import open_model
 
         tokenizer = Tokenizer.from_files(open_model(path).companions(), where=str(path))
-    return tools_warning(tokenizer.teaches) if tokenizer and tokenizer.template else None
+    if tokenizer is None or not tokenizer.template:
+        return "", None
+    warning = tools_warning(tokenizer.teaches)
+    syntax = syntax_of(tokenizer.teaches)
+    if syntax is None or warning:
+        return "", warning
+    fences = "" if syntax.channels else f"; with recovery also {FENCED}"
+    return f"{syntax.name}{fences}", None
 
 
 def _graph(options: argparse.Namespace) -> Any:
     from dflash_jax.cli.describe import describe, have_weights
     from dflash_jax.graph import Graph
-    from dflash_jax.graph.memory import DEVICES
+    from dflash_jax.graph.roofline import DEVICES
     from dflash_jax.server.configuration import served_plan
 
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
-    plan, drafts = (
-        shared.chosen_plan(options),
-        None if options.drafter == "none" else options.drafter,
-    )
+    plan = shared.chosen_plan(options)
+    drafts = None if options.drafter == "none" else options.drafter
     if options.server:
         plan = dataclasses.replace(plan, prefix_cache=plan.prefix_cache or PREFIX_CACHE)
     if plan.weights == "packed" or have_weights(options.target, drafts):
         opened = shared.open_pair(options)
-        pair, plan = opened.pair, opened.with_stored(plan)
+        pair = opened.pair
+        plan = opened.with_stored(plan)
     else:
         pair = describe(options.target, drafts, taps_at=options.taps_at)
     if options.server:

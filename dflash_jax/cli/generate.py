@@ -7,7 +7,6 @@ from typing import Any
 
 from dflash_jax.cli import options as shared
 from dflash_jax.cli.terminal import bracketed, columns, has_colours, note
-from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import RequestError
 from dflash_jax.show import legend, marked, precision
 from dflash_jax.utils.command import INTERRUPTED
@@ -41,7 +40,7 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run `dflash-jax generate`; with --compare, exit code 1 if the outputs differ."""
-    params = SamplingParams(**shared.chosen_sampling(options), trace=options.show_drafts)
+    params = shared.sampling_params(options).with_options(trace=options.show_drafts)
 
     def check_fits(engine: Any, prompts: list[list[int]]) -> None:
         if options.compare and engine.graph.drafter_config is None:

@@ -9,30 +9,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from dflash_jax.cli.terminal import FEWEST
-from dflash_jax.engine.sampling_params import OPTIONS
+from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import DFlashError
-from dflash_jax.plan import FIELDS
+from dflash_jax.plan import Plan
+from dflash_jax.serve_options import ServeOptions
 
 
 def _rare_model_options(*usual: str) -> tuple[str, ...]:
     """Return the options of models and plans without the usual ones."""
     others = ("layer_ids", "lora", "tokenizer", "target_device", "drafter_device", "plan_file")
     shown = {"max_length", "weights", *usual}
-    return tuple(name for name in (*FIELDS, *others) if name not in shown)
+    return tuple(name for name in (*Plan.fields(), *others) if name not in shown)
 
 
 # Options of requests without the usual ones.
-_RARE_SAMPLING = (*(x for x in OPTIONS if x not in ("max_tokens", "temperature")), "stop")
+_RARE_SAMPLING = tuple(SamplingParams.fields().keys() - {"max_tokens", "temperature"})
 
 # By command, the attributes set by options that only `--help-all` shows.
 HIDDEN = {
     "generate": ("prompt_ids", "raw", "json", *_RARE_SAMPLING, *_rare_model_options()),
     "chat": (*_RARE_SAMPLING, *_rare_model_options()),
     "serve": (
-        *("queue", "timeout", "drain", "max_body", "max_bodies", "max_tokens", "temperature"),
-        *("recovery", "share_prefixes", "allowed_host", "cors_origin", "metrics", "quiet"),
-        *("serve_any_name", "log_format", "metrics_port", "warm", "compile_wait"),
-        *("grammar_timeout", "hosts", "ray"),
+        *(name for name, field in ServeOptions.fields().items() if field.rare),
         *_rare_model_options("rows"),
     ),
     "explain": ("params", "stablehlo", "hlo", *_rare_model_options("rows", "dtype")),
@@ -57,9 +55,12 @@ class CommandParser(argparse.ArgumentParser):
         first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         for flag in self.defaults_by_file:
             first.add_argument(flag, dest=flag, nargs="?")
-        for flag, path in vars(first.parse_known_args(args)[0]).items() if args else ():
+        files = vars(first.parse_known_args(args)[0]) if args else {}
+        for flag, path in files.items():
+            if not path:
+                continue
             try:
-                self.set_defaults(**self.defaults_by_file[flag](path) if path else {})
+                self.set_defaults(**self.defaults_by_file[flag](path))
             except (OSError, UnicodeError, DFlashError) as error:
                 self.error(f"argument {flag}: {path}: {error}")
         return super().parse_known_args(args, namespace)
@@ -99,10 +100,13 @@ class CommandParser(argparse.ArgumentParser):
         text = f"unrecognized arguments: {' '.join(unknown)}"
         actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
         flags = [flag for action in actions for flag in action.option_strings]
-        given = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-        if near := {x for word in given for x in difflib.get_close_matches(word, flags, 2, 0.75)}:
+        wrong = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        near: set[str] = set()
+        for word in wrong:
+            near.update(difflib.get_close_matches(word, flags, 2, 0.75))
+        if near:
             text += f"; did you mean {' or '.join(sorted(near))}?"
-        elif not given:
+        elif not wrong:
             text += "; a text with spaces needs quotes"
         self.error(text)
 

@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
     """Run `dflash-jax imatrix`."""
     from dflash_jax import loading
     from dflash_jax.converters.imatrix import Text, by_stored_name
-    from dflash_jax.importance import measure
+    from dflash_jax.importance import chunks_of, measure
+    from dflash_jax.tokenizer import well_formed
     from dflash_jax.utils.atomic import new_path
     from dflash_jax.utils.progress import ShownCount, announced, is_shown
 
@@ -63,18 +64,23 @@ def run(options: argparse.Namespace) -> int:
             raise RequestError(
                 f"{options.target} has no tokenizer; --tokenizer DIR gives the folder of one"
             )
-        ids, size = model.tokenizer.encode(text), options.chunk
-        chunks = [ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
+        size = options.chunk
+        if size > model.config.max_length:
+            raise RequestError(
+                f"--chunk is {size}; {options.target} has contexts of at most"
+                f" {model.config.max_length} tokens"
+            )
+        chunks = chunks_of(model.tokenizer, text, size)
         if not chunks:
             raise RequestError(
-                f"{options.text} has {len(ids)} tokens, fewer than a chunk of {size}; give a longer"
-                " text, or a smaller --chunk"
+                f"{options.text} has fewer tokens than a chunk of {size}; give a longer text, or a"
+                " smaller --chunk"
             )
         chunks = chunks[: options.chunks]
         with announced("measuring", shown=is_shown()):
             count = ShownCount(len(chunks), "chunks")
             inputs = measure(model, chunks, done=lambda done: count())
-        used = Text(options.text.name, len(chunks), size)
+        used = Text(well_formed(options.text.name), len(chunks), size)
         measured = by_stored_name(model.config, inputs, used)
         with place.open("wb") as file:
             measured.write(file, older=options.out.suffix == ".dat")
@@ -86,6 +92,6 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print(f"{report['matrices']} matrices over {report['tokens']} tokens of {options.text.name}")
     if unseen:
-        print(f"{unseen} experts' matrices were given no token; their inputs count alike")
+        print(f"{unseen} experts' matrices got no token; their inputs count alike")
     print(f"written to {options.out}")
     return 0

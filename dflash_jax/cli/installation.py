@@ -37,10 +37,10 @@ def print_kernels(options: argparse.Namespace) -> int:
     """Run `dflash-jax native`."""
     from dflash_jax.kernels.native.build import library
 
-    found = library()
-    if not found:
-        raise NativeError(f"there are no native kernels: {found.reason}")
-    print(found.path)
+    kernels = library()
+    if not kernels:
+        raise NativeError(f"there are no native kernels: {kernels.reason}")
+    print(kernels.path)
     return 0
 
 

@@ -5,21 +5,19 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
-from dflash_jax.declared import Field
-from dflash_jax.engine.sampling_params import KINDS, OPTIONS, SamplingParams
-from dflash_jax.errors import RequestError
-from dflash_jax.plan import FIELDS, Plan
-from dflash_jax.serve_options import FIELDS as SERVE_FIELDS
+from dflash_jax.declared import Declared
+from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.errors import PlanError, RequestError
+from dflash_jax.plan import Plan
 from dflash_jax.serve_options import ServeOptions
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.sources import check_exists
 
 MODELS = ("target", "drafter", "layer_ids", "lora", "tokenizer")
-ALSO = {"cors_origin": ("--cors",)}  # further flags
 SWITCHES = {"exact": "--inexact"}  # flags that turn a field off; --no-NAME for others
 # Fields of a plan that the commands' common options do not set.
 WITHOUT_FLAG = {
@@ -30,6 +28,8 @@ WITHOUT_FLAG = {
     "prefix_folder": "an option of `serve`",
     "prefix_disk": "an option of `serve`",
 }
+PLAN_FLAGS = tuple(name for name in Plan.fields() if name not in WITHOUT_FLAG)
+SAMPLING_FLAGS = tuple(name for name, field in SamplingParams.fields().items() if field.command)
 
 
 def new_command(
@@ -65,20 +65,18 @@ def check_values(options: argparse.Namespace) -> None:
 def check_request(options: argparse.Namespace) -> None:
     """Check the options of generation as well, as `check_values` does."""
     check_values(options)
-    SamplingParams(**chosen_sampling(options))
+    sampling_params(options)
 
 
-def sampling_options(
-    group: Any, max_tokens: int = OPTIONS["max_tokens"].default, *, plain: bool = True
-) -> None:
-    """Add the flags of a request's options, and with `plain` one for not drafting."""
-    for name, info in OPTIONS.items():
-        flags = ["-n"] * (name == "max_tokens") + ["--" + name.replace("_", "-")]
-        if info.command and KINDS[name] is bool:
-            group.add_argument(*flags, action="store_true", help=info.help)
-        elif info.command:
-            default = max_tokens if name == "max_tokens" else info.default
-            group.add_argument(*flags, type=KINDS[name], default=default, help=info.help)
+def sampling_options(group: Any, max_tokens: int | None = None, *, plain: bool = True) -> None:
+    """Add the flags of a request's options, and with `plain` one for not drafting.
+
+    Args:
+      max_tokens: default of this option where it has one of its own.
+    """
+    add_flags(group, SamplingParams, SAMPLING_FLAGS)
+    if max_tokens is not None:
+        group.set_defaults(max_tokens=max_tokens)
     group.add_argument("--stop", action="append", default=[], help="text that ends the output")
     if plain:
         group.add_argument("--plain", action="store_true", help="decode without drafting")
@@ -86,23 +84,34 @@ def sampling_options(
 
 def chosen_sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options of requests that the flags describe."""
-    names = [name for name, info in OPTIONS.items() if info.command]
-    given = {name: getattr(options, name, None) for name in (*names, "stop")}
-    given |= {"speculative": False} if getattr(options, "plain", False) else {}
-    return {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(options, name, None) for name in (*SAMPLING_FLAGS, "stop")}
+    if getattr(options, "plain", False):
+        values["speculative"] = False
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """Return the parameters of requests that the flags describe.
+
+    Raises:
+      RequestError: a value is out of range, or two contradict each other.
+    """
+    return SamplingParams(**chosen_sampling(options))
 
 
 def wanted_variant(options: argparse.Namespace) -> str:
     """Return the variant of programs to compile for the chosen options."""
-    params = SamplingParams(**chosen_sampling(options))
-    return "penalized" if params.penalized else "sampled" if params.temperature > 0 else "greedy"
+    params = sampling_params(options)
+    if params.penalized:
+        return "penalized"
+    return "sampled" if params.temperature > 0 else "greedy"
 
 
 def model_options(command: Any) -> None:
     """Add the options that choose the models and the plan."""
     models = command.add_argument_group("models and plan")
-    add_flags(models, ServeOptions, SERVE_FIELDS, MODELS)
-    add_flags(models, Plan, FIELDS, [name for name in FIELDS if name not in WITHOUT_FLAG])
+    add_flags(models, ServeOptions, MODELS)
+    add_flags(models, Plan, PLAN_FLAGS)
     models.add_argument(
         "--plan",
         dest="plan_file",
@@ -116,77 +125,62 @@ def _plan_defaults(path: str) -> dict[str, Any]:
     """Return the options that the fields in a plan's file stand for; `tune` adds a drafter.
 
     Raises:
-      OSError, UnicodeError, PlanError: the file cannot be read, or has no plan.
+      OSError, PlanError: the file cannot be read, or has no plan.
     """
-    text = Path(path).read_text(encoding="utf-8")
-    with contextlib.suppress(ValueError):
-        fields = json.loads(text)
-        if isinstance(fields, dict) and (drafter := fields.pop("drafter", None)):
-            return _plan_fields(json.dumps(fields)) | {"drafter": drafter}
-    return _plan_fields(text)
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"the plan is not JSON ({error}); write it by `tune`") from error
+    if not isinstance(values, dict):
+        raise PlanError(f"the plan is {values!r}; expected one JSON object")
+    drafter = values.pop("drafter", None)
+    if drafter is not None and not isinstance(drafter, str):
+        raise PlanError(f"drafter is {drafter!r}; expected a text, as of --drafter")
+    plan = Plan.parse(values)
+    options: dict[str, Any] = {"drafter": drafter} if drafter else {}
+    options |= zip(("target_device", "drafter_device"), plan.devices, strict=True)
+    for name in values.keys() - {"devices", "stored", "queue"}:  # see `WITHOUT_FLAG`
+        options[name] = getattr(plan, name)
+    return options
 
 
-def _plan_fields(text: str) -> dict[str, Any]:
-    plan = Plan.from_json(text)
-    found = {name: getattr(plan, name) for name in json.loads(text)}
-    places = found.pop("devices", plan.devices)
-    found |= zip(("target_device", "drafter_device"), places, strict=True)
-    for name in ("stored", "queue"):  # the models' own, and an option of `serve`
-        found.pop(name, None)
-    return found
-
-
-def add_flags(
-    group: Any, declared: type, fields: Mapping[str, Field], names: Iterable[str]
-) -> None:
+def add_flags(group: Any, declared: type[Declared], names: Iterable[str]) -> None:
     """Add the flags of declared fields, with the fields' defaults and help texts."""
-    hints = get_type_hints(declared)
+    is_plan = declared is Plan
     for name in names:
-        info, default = fields[name], getattr(declared, name)
+        field = declared.fields()[name]
+        default = field.default
         flag = "--" + name.replace("_", "-")
-        if default is True:
-            flag = SWITCHES.get(name, flag.replace("--", "--no-"))
-            group.add_argument(
-                flag, dest=name, action="store_false", help=f"disable this default: {info.help}"
-            )
-            continue
-        if default is False:
-            switch = argparse.BooleanOptionalAction if declared is Plan else "store_true"
-            group.add_argument(flag, action=switch, default=default, help=info.help)
-            continue
+        flags = sorted([flag, *field.flags], key=lambda each: each.startswith("--"))  # -n first
         if name == "devices":
             for role in ("target", "drafter"):
-                text = f"{info.help}; for the {role} (default: 0)"
+                text = f"{field.help}; for the {role} (default: 0)"
                 group.add_argument(
-                    f"--{role}-device", type=int, default=0, metavar=info.metavar, help=text
+                    f"--{role}-device", type=int, default=0, metavar=field.metavar, help=text
                 )
-            continue
-        if default == ():
+        elif default is True:
+            off = SWITCHES.get(name, flag.replace("--", "--no-"))
+            text = f"disable this default: {field.help}"
+            group.add_argument(off, dest=name, action="store_false", help=text)
+        elif default is False:
+            switch = argparse.BooleanOptionalAction if is_plan else "store_true"
+            group.add_argument(*flags, dest=name, action=switch, default=False, help=field.help)
+        elif default == ():
             group.add_argument(
-                flag, *ALSO.get(name, ()), action="append", default=[], help=info.help,
-                metavar=info.metavar,
+                *flags, dest=name, action="append", default=[], help=field.help,
+                metavar=field.metavar,
             )  # fmt: skip
-            continue
-        if name == "mesh":
-            default = "x".join(map(str, default))
-        kinds = (hints[name], *get_args(hints[name]))
-        kind: Any = next((x for x in (int, float) if x in kinds), str)
-        described = info.automatic or default in ("", "auto") or declared is not Plan
-        choices = None if declared is Plan else _choices(hints[name])
-        group.add_argument(
-            flag,
-            type=mesh if name == "mesh" else kind,
-            default=default,
-            metavar=info.metavar,
-            help=info.help if described else f"{info.help} (default: %(default)s)",
-            choices=choices,
-        )
-
-
-def _choices(hint: Any) -> tuple[str, ...] | None:
-    """Return the values of a Literal, which None may be added to; None for other types."""
-    literals = [x for x in (hint, *get_args(hint)) if get_origin(x) is Literal]
-    return get_args(literals[0]) if literals else None
+        else:
+            described = field.automatic or default in ("", "auto") or not is_plan
+            group.add_argument(
+                *flags,
+                dest=name,
+                type=PARSERS.get(name, field.kind if field.kind in (int, float) else str),
+                default="x".join(map(str, default)) if name == "mesh" else default,
+                metavar=field.metavar,
+                help=field.help if described else f"{field.help} (default: %(default)s)",
+                choices=None if is_plan else field.choices or None,
+            )
 
 
 def mesh(text: str) -> tuple[int, int]:
@@ -196,6 +190,9 @@ def mesh(text: str) -> tuple[int, int]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}; expected two numbers like 1x4") from error
     return data, model
+
+
+PARSERS = {"mesh": mesh}  # parsers of fields that are neither texts nor numbers
 
 
 def prompt_options(command: argparse.ArgumentParser) -> None:
@@ -211,10 +208,10 @@ def prompt_options(command: argparse.ArgumentParser) -> None:
 
 def chosen_plan(options: argparse.Namespace) -> Plan:
     """Return the plan that the options describe; one that is None has its default."""
-    names = FIELDS.keys() - {"queue"}  # `--queue` of `serve` counts running requests as well
-    given = {name: getattr(options, name, None) for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
-    return Plan(**given, devices=(options.target_device, options.drafter_device))
+    names = Plan.fields().keys() - {"queue"}  # `--queue` of `serve` counts running requests, too
+    values = {name: getattr(options, name, None) for name in names}
+    values = {name: value for name, value in values.items() if value is not None}
+    return Plan(**values, devices=(options.target_device, options.drafter_device))
 
 
 def add_show_drafts(group: Any) -> None:
@@ -247,7 +244,7 @@ def load_engine(
     power of two: the cost of attention on a CPU depends on it, and few sizes mean few compilations.
 
     Args:
-      prompts: encodes the prompts, given the tokenizer.
+      prompts: returns the prompts' ids by a tokenizer.
       quiet: report no progress.
       check: raises before compiling if the engine cannot run these prompts.
       measure: stop drafting where it does not pay off, as engines of `dflash_jax.load` do.
@@ -286,7 +283,7 @@ def use_compilation_cache() -> None:
 def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:
     """Return the prompt's token ids; `check_values` has checked that there is a prompt."""
     if options.prompt_ids is not None:
-        return _given_ids(options.prompt_ids)
+        return _numbers(options.prompt_ids)
     text = options.prompt
     if text == "-":
         text = sys.stdin.read()
@@ -300,7 +297,7 @@ def _check_prompt(options: argparse.Namespace) -> None:
     if options.prompt_ids is not None:
         if options.prompt is not None:
             raise RequestError("both a prompt and --prompt-ids were given; give one of them")
-        if not _given_ids(options.prompt_ids):
+        if not _numbers(options.prompt_ids):
             raise RequestError("the prompt is empty; give at least one token")
     elif options.prompt is not None:
         _not_empty(options.prompt)
@@ -308,7 +305,8 @@ def _check_prompt(options: argparse.Namespace) -> None:
         raise RequestError('no prompt; give a text, --prompt-ids 1,2,3, or "-" for standard input')
 
 
-def _given_ids(text: str) -> list[int]:
+def _numbers(text: str) -> list[int]:
+    """Return the token ids in a text like 1,2,3."""
     try:
         return [int(i) for i in text.split(",") if i.strip()]
     except ValueError as error:

@@ -69,21 +69,24 @@ def _probe_recovery(options: argparse.Namespace) -> int:
     from dflash_jax.bench import endings
     from dflash_jax.tool_parsers import syntax_of
 
-    chosen = {"lora": options.lora, "tokenizer": options.tokenizer}
-    model = loading.load_target(options.target, dtype=options.dtype, **chosen)
+    model = loading.load_target(
+        options.target, dtype=options.dtype, lora=options.lora, tokenizer=options.tokenizer
+    )
     if options.chat_template and model.tokenizer:
         model.tokenizer.template = options.chat_template.read_text(encoding="utf-8")
         model.tokenizer.tool_template = None
-    cases = [c for k in endings.KINDS for c in endings.fresh_cases(k, options.seed, options.cases)]
+    cases: list[endings.Case] = []
+    for kind in endings.KINDS:
+        cases += endings.fresh_cases(kind, options.seed, options.cases)
     judged = list(endings.judge_cases(model, cases))
-    found = endings.summary(judged)
+    figures = endings.summary(judged)
     syntax = syntax_of(model.tokenizer.teaches if model.tokenizer else None)
     if options.json:
-        print(json.dumps({"syntax": syntax.name if syntax else None} | found))
+        print(json.dumps({"syntax": syntax.name if syntax else None} | figures))
         return 0
     if syntax is None:
         print("The chat template has no tool syntax: tools are dropped, and no stall is acted on.")
-    print(endings.line(options.target, found))
+    print(endings.line(options.target, figures))
     return 0
 
 
@@ -96,8 +99,9 @@ def run(options: argparse.Namespace) -> int:
 
     from dflash_jax import loading
 
-    chosen = {"lora": options.lora, "tokenizer": options.tokenizer}
-    model = loading.load_target(options.target, dtype=options.dtype, **chosen)
+    model = loading.load_target(
+        options.target, dtype=options.dtype, lora=options.lora, tokenizer=options.tokenizer
+    )
     tokenizer = model.tokenizer
     ids = shared.prompt_ids(options, tokenizer)
     output = model.forward([ids])

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -13,9 +12,8 @@ from typing import Any
 from dflash_jax.cli import options as shared
 from dflash_jax.config import DrafterConfig, TargetConfig, wrong_role
 from dflash_jax.errors import PlanError, RequestError, install_hint
-from dflash_jax.plan import FIELDS as PLAN_FIELDS
 from dflash_jax.plan import Plan
-from dflash_jax.serve_options import FIELDS, PREFIX_CACHE, ServeOptions, config_options
+from dflash_jax.serve_options import PREFIX_CACHE, ServeOptions, config_options
 from dflash_jax.utils.sources import DRAFTER_NAMES, find_local
 
 log = logging.getLogger("dflash_jax.server")
@@ -26,10 +24,9 @@ def add_command(commands: Any) -> None:
     text = "Serve the OpenAI and Anthropic APIs over HTTP."
     command: Any = shared.new_command(commands, "serve", run, text, check=check)
     server = command.add_argument_group("server")
-    shared.add_flags(
-        server, ServeOptions, FIELDS, [name for name in FIELDS if name not in shared.MODELS]
-    )
-    shared.add_flags(server, Plan, PLAN_FIELDS, ["prefix_folder", "prefix_disk"])
+    others = (*shared.MODELS, *shared.PLAN_FLAGS)
+    shared.add_flags(server, ServeOptions, [x for x in ServeOptions.fields() if x not in others])
+    shared.add_flags(server, Plan, ["prefix_folder", "prefix_disk"])
     shared.model_options(command)
     server.add_argument(
         "--check",
@@ -49,15 +46,15 @@ def _config_defaults(path: str) -> dict[str, Any]:
     """
     names = config_options(path)
     options = ServeOptions.of({"config": path})
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name in names:
-        own = name in FIELDS or name == "report_drafts"
+        own = name in ServeOptions.fields()
         value = getattr(options if own else options.plan, name)
         if name == "devices":
-            found |= zip(("target_device", "drafter_device"), value, strict=True)
+            defaults |= zip(("target_device", "drafter_device"), value, strict=True)
         else:  # flags add to lists
-            found[name] = list(value) if own and isinstance(value, tuple) else value
-    return found
+            defaults[name] = list(value) if own and isinstance(value, tuple) else value
+    return defaults
 
 
 def check(options: argparse.Namespace) -> None:
@@ -66,9 +63,8 @@ def check(options: argparse.Namespace) -> None:
     from dflash_jax.server.listening import bind
 
     _survive_hangups()
-    given: dict[str, Any] = {name: getattr(options, name) for name in (*FIELDS, "report_drafts")}
-    given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-    wanted = ServeOptions(plan=shared.chosen_plan(options), **given)
+    values: dict[str, Any] = {name: getattr(options, name) for name in ServeOptions.fields()}
+    wanted = ServeOptions(plan=shared.chosen_plan(options), **values)
     warned = to_stderr if options.only_check else (lambda message: None)
     options.serve = normalized(wanted, warned)
     _check_models(options.serve)
@@ -77,8 +73,13 @@ def check(options: argparse.Namespace) -> None:
 
         ray.check_installed()
     if not options.only_check:
-        for port in (wanted.port, wanted.metrics_port):  # and again once models are open
-            for socket in [] if port is None else bind(wanted.host, port):
+        ports = [wanted.port, wanted.metrics_port]
+        if wanted.host_index:  # a host that follows listens at neither
+            ports = []
+        for port in ports:  # and again once models are open
+            if port is None:
+                continue
+            for socket in bind(wanted.host, port):
                 socket.close()
     else:
         options.uses_jax = False
@@ -110,13 +111,13 @@ def _say_checked(options: argparse.Namespace) -> int:
     """Print what would be served."""
     from dflash_jax.server.configuration import accepted_keys
 
-    given: ServeOptions = options.serve
-    labels = dict.fromkeys(key.label for key in accepted_keys(given, lambda message: None))
-    print(f"{given.config or 'the options'}: good")
-    print(f"address  {given.host}, port {given.port}")
-    print(f"models   {', '.join([given.first_name, *given.models])}")
-    if given.aliases:
-        print(f"aliases  {', '.join(f'{name} of {model}' for name, model in given.aliases)}")
+    served: ServeOptions = options.serve
+    labels = dict.fromkeys(key.label for key in accepted_keys(served, lambda message: None))
+    print(f"{served.config or 'the options'}: good")
+    print(f"address  {served.host}, port {served.port}")
+    print(f"models   {', '.join([served.first_name, *served.models])}")
+    if served.aliases:
+        print(f"aliases  {', '.join(f'{name} of {model}' for name, model in served.aliases)}")
     print(f"keys     {', '.join(labels) or 'none'}")
     return 0
 
@@ -124,34 +125,55 @@ def _say_checked(options: argparse.Namespace) -> int:
 def run(options: argparse.Namespace) -> int:
     """Run `dflash-jax serve` until a signal arrives."""
     try:
-        import asyncio
-
         from dflash_jax.server.access_log import log_to_stderr
-        from dflash_jax.server.keys import ENVIRONMENT
-        from dflash_jax.server.run import RunningServer, serve
+        from dflash_jax.server.run import serve  # noqa: F401
     except ImportError as error:
         raise RequestError(
             f"serving needs more packages ({error}); {install_hint('serve')}"
         ) from error
-    from dflash_jax.graph.build import BackgroundCompiler
-    from dflash_jax.server.configuration import configuration
+    served: ServeOptions = options.serve
+    log_to_stderr(quiet=served.quiet, form=served.log_format)
+    if served.hosts == 1:
+        return _serve(served)
+    if served.ray is not None:
+        from dflash_jax import ray
 
-    given: ServeOptions = options.serve
-    log_to_stderr(quiet=given.quiet, form=given.log_format)
-    engines, config = configuration(given, _launcher(given), report=log.warning)
-    if given.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
+        ray.serve_one_model(served, _say_listening)
+        return 0
+    from dflash_jax.server import serving_hosts
+
+    serving_hosts.run(served, lambda: _serve(served))
+
+
+def _serve(served: ServeOptions) -> int:
+    """Answer HTTP until a signal arrives."""
+    import asyncio
+
+    from dflash_jax.graph.background import BackgroundCompiler
+    from dflash_jax.server.configuration import configuration
+    from dflash_jax.server.keys import ENVIRONMENT
+    from dflash_jax.server.run import RunningServer, serve
+    from dflash_jax.utils.allocator import freeze_objects
+
+    engines, config = configuration(served, report=log.warning)
+    if served.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
         log.warning("open to the network without a key; set %s", ENVIRONMENT)
-    if "*" in given.cors_origin and not config.api_keys:
+    if "*" in served.cors_origin and not config.api_keys:
         log.warning("open to any web page without a key; set %s", ENVIRONMENT)
 
     def started(running: RunningServer) -> None:
-        print(f"listening on {running.url}", flush=True)
+        _say_listening(running.url)
 
     compiler = BackgroundCompiler()
-    asyncio.run(serve(engines, config, started=started, compiler=compiler))
-    if compiler.compiling:
+    serving = serve(engines, config, started=started, ready=freeze_objects, compiler=compiler)
+    asyncio.run(serving)
+    if compiler.compiling and served.hosts == 1:  # several hosts leave together
         _leave()
     return 0
+
+
+def _say_listening(url: str) -> None:
+    print(f"listening on {url}", flush=True)
 
 
 def _survive_hangups() -> None:
@@ -162,15 +184,6 @@ def _survive_hangups() -> None:
     hangup = getattr(signal, "SIGHUP", None)  # not on Windows
     if hangup is not None and threading.current_thread() is threading.main_thread():
         signal.signal(hangup, lambda number, frame: None)
-
-
-def _launcher(options: ServeOptions) -> Any:
-    """Return what starts workers on a cluster; None to start them here."""
-    if options.ray is None:
-        return None
-    from dflash_jax import ray
-
-    return functools.partial(ray.host_launcher, options.ray, options.hosts)
 
 
 def _leave() -> None:

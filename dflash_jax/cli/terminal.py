@@ -25,9 +25,9 @@ def has_colours() -> bool:
 
 def columns(stream: Any) -> int:
     """Return the width of a stream's terminal; the variable COLUMNS takes precedence."""
-    given = os.environ.get("COLUMNS", "")
-    if given.isascii() and given.isdigit() and int(given):
-        return max(int(given), FEWEST)
+    variable = os.environ.get("COLUMNS", "")
+    if variable.isascii() and variable.isdigit() and int(variable):
+        return max(int(variable), FEWEST)
     try:
         width = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError, AttributeError):  # not a terminal, or not a file

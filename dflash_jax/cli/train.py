@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -85,7 +83,7 @@ def host_options(command: Any) -> None:
         "--host", type=int, metavar="I", help="which of the hosts this process is, from 0"
     )
     command.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="address of host 0; the next port is used too"
+        "--coordinator", metavar="HOST:PORT", help="address of host 0, in a network that you trust"
     )
     command.add_argument(
         "--host-wait",
@@ -104,10 +102,11 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; {install_hint('train')}") from error
     shared.use_compilation_cache()
-    from dflash_jax.trainer import exchange
+    from dflash_jax.distributed import STOPPED
     from dflash_jax.trainer.evaluate import summary
     from dflash_jax.trainer.loop import TrainingStopped
     from dflash_jax.trainer.recipes import recipe
+    from dflash_jax.trainer.training_hosts import ADVICE
 
     chosen = recipe(options.preset, options.settings)
     started = time.monotonic()
@@ -117,36 +116,39 @@ def run(options: argparse.Namespace) -> int:
         with among_hosts(options, chosen):
             trained = train(options, chosen)
     except TrainingStopped as stop:
-        print(f"dflash-jax: {stop}{exchange.AGAIN}", file=sys.stderr)
-        return exchange.STOPPED
+        print(f"dflash-jax: {stop}; {ADVICE}", file=sys.stderr)
+        return STOPPED
     if options.host or options.only_answers:
         return 0
-    plotted, seconds = draw(options.out), round(time.monotonic() - started, 1)
+    plotted = draw(options.out)
     if options.json:
-        summary_fields: dict[str, Any] = {
+        outcome: dict[str, Any] = {
             "drafter": str(trained.drafter),
             "results": trained.results,
+            "plot": plotted,
+            # Seconds of this call only, also if it continued a run.
+            "seconds": round(time.monotonic() - started, 1),
         }
-        # Seconds of this call only, also if it continued a run.
-        summary_fields |= {"plot": plotted, "seconds": seconds}
-        print(json.dumps(summary_fields))
+        print(json.dumps(outcome))
         return 0
     for kind, row in trained.results.items():
         if isinstance(row, dict):
             print(f"{kind}: {summary(row)}")
-    print(f"written to {trained.drafter}" + (f", curves to {plotted}" if plotted else ""))
+    curves = f", curves to {plotted}" if plotted else ""
+    print(f"written to {trained.drafter}{curves}")
     return 0
 
 
 def train(options: argparse.Namespace, recipe: Any) -> Any:
     """Return the outcome of a run; only host 0 reports progress."""
-    from dflash_jax.trainer import exchange
+    from dflash_jax import distributed
     from dflash_jax.trainer import run as training
     from dflash_jax.trainer.files import unless_refused
     from dflash_jax.trainer.setup import RUN, begin
     from dflash_jax.trainer.training import Placement
 
-    first, decoder = exchange.current().first, None
+    first = distributed.current().first
+    decoder = None
     if options.ray and first:
         from dflash_jax import ray
 
@@ -174,7 +176,8 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
 
 def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which this process is one of the hosts of a run, if there are several."""
-    count, host = options.hosts, options.host
+    count = options.hosts
+    host = options.host
     if count < 1:
         raise ConfigError(f"--hosts is {count}; expected at least 1")
     if (host is None) != (options.coordinator is None):
@@ -188,28 +191,26 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
         raise ConfigError(f"--host-wait is {options.host_wait}; expected a positive number")
     if count == 1:
         return contextlib.nullcontext()
-    from dflash_jax.hosts.launch import LOOPBACK, TOKEN
+    from dflash_jax.distributed import WAIT_S, HostPlace
     from dflash_jax.trainer import training_hosts
+    from dflash_jax.utils.addresses import free_address, split_address
 
-    address = training_hosts.parse_address(options.coordinator) if options.coordinator else None
-    joining_options = training_hosts.HostOptions(
-        count,
+    if options.coordinator is not None:
+        try:
+            split_address(options.coordinator)
+        except ValueError as error:
+            raise ConfigError(f"--coordinator is {error}") from None
+    place = HostPlace(
         host or 0,
-        address or training_hosts.free_ports(),
-        devices_of_each(recipe, count),
-        recipe_settings(recipe),
-        token=os.environ.get(TOKEN) or ("" if address else secrets.token_hex(32)),
-        wait=options.host_wait or training_hosts.WAIT,
-        local=options.local_hosts or address is None,
+        count,
+        options.coordinator or free_address(),
+        devices=devices_of_each(recipe, count),
+        wait=options.host_wait or WAIT_S,
+        local=options.local_hosts or options.coordinator is None,
     )
-    if host == 0 and not joining_options.token and address and address[0] != LOOPBACK:
-        print(
-            f"dflash-jax: no {TOKEN} is set, so anyone who can reach {options.coordinator} can join"
-            " this run; set the same secret on all hosts",
-            file=sys.stderr,
-        )
     command = [*same_command(options), "--hosts", str(count), "--local-hosts"]
-    return training_hosts.joined(joining_options, () if address else command)
+    others = () if options.coordinator else command
+    return training_hosts.joined(place, recipe_settings(recipe), others)
 
 
 def devices_of_each(recipe: Any, hosts: int) -> int:
@@ -230,11 +231,16 @@ def train_on_cluster(options: argparse.Namespace, recipe: Any) -> int:
     if options.coordinator:
         raise ConfigError("--ray places the hosts itself; leave out --coordinator")
     each = devices_of_each(recipe, options.hosts)
-    words = [*same_command(options), *(["--json"] if options.json else [])]
+    words = same_command(options)
+    if options.json:
+        words.append("--json")
     with progress() as report:
 
         def show(stream: str, line: str) -> None:
-            print(line, flush=True) if stream == "stdout" else report(line)
+            if stream == "stdout":
+                print(line, flush=True)
+            else:
+                report(line)
 
         return ray.train(options.ray, words, hosts=options.hosts, devices=each, show=show)
 
@@ -252,7 +258,8 @@ def same_command(options: argparse.Namespace) -> list[str]:
     words = ["train", "--out", str(options.out.absolute()), "--preset", options.preset]
     words += ["--target", absolute(options.target)]
     words += ["--data", ",".join(absolute(part) for part in options.data.split(","))]
-    words += [word for setting in options.settings for word in ("--set", setting)]
+    for setting in options.settings:
+        words += ["--set", setting]
     for name, flag in (("start", "--from"), ("reuse", "--reuse")):
         if (path := getattr(options, name)) is not None:
             words += [flag, absolute(str(path))]

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     pair = shared.open_pair(options)
     prompts = [chat_ids(pair.tokenizer, x.messages, {"tools": x.tools or None}) for x in talks]
     plan = shared.chosen_plan(options)
-    given = {k: v for k, v in dataclasses.asdict(plan).items() if v != getattr(Plan, k)}
+    changed = {k: v for k, v in dataclasses.asdict(plan).items() if v != getattr(Plan, k)}
     room = max(map(len, prompts)) + options.max_tokens
     if not plan.max_length:
         plan = dataclasses.replace(plan, max_length=min(room, pair.configs[0].max_length))
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         rounds=options.rounds, report=report,
     )  # fmt: skip
     best = search.run()
-    text = tune.plan_file(best, given)
+    text = tune.plan_file(best, changed)
     tune.write_plan(options.out, text)
     search.forget()
     if options.json:
@@ -88,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 def reason(best: Any, search: Any) -> str:
     """Return why a candidate was chosen."""
-    if not (found := search.measured.get(str(best))):
+    measured = search.measured.get(str(best))
+    if measured is None:
         return f"chosen: {best}; nothing was faster by 2 %"
-    return f"chosen: {best}; {found.ratio:.2f} times as fast as {found.beside}"
+    return f"chosen: {best}; {measured.ratio:.2f} times as fast as {measured.beside}"

@@ -42,10 +42,11 @@ def run(options: argparse.Namespace) -> int:
     )
     checks = []
     for ids in prompts:
-        checks.append(done := check(engine, ids, **asked))
+        checked = check(engine, ids, **asked)
+        checks.append(checked)
         if not options.json:
-            print(line(done), flush=True)
-    failed = sum(not c.equal for c in checks)
+            print(line(checked), flush=True)
+    failed = len([c for c in checks if not c.equal])
     tokens = sum(len(c.plain.token_ids) for c in checks)
     if options.json:
         summary = {

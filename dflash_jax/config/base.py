@@ -6,14 +6,17 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
-from dflash_jax.config.fields import Fields, family_entry, integer, whole
+from dflash_jax.config.fields import Fields, integer, whole
 from dflash_jax.config.rope import PLAIN, RopeConfig, longest, made_for, rope_config
 from dflash_jax.errors import ConfigError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-MOST_EXPERTS, WIDEST_HEAD = 4096, 65536
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
+MOST_EXPERTS = 4096
+WIDEST_HEAD = 65536
 MOST_LAYERS = 10_000  # bounds lists that a damaged file asks for
 PER_LAYER = ("windows", "causal", "recurrent", "sparse")  # fields with an entry for each layer
 NO_WINDOW = -(2**31) + 1  # value of null
@@ -90,7 +93,8 @@ def at_least(config: Any, least: int, *names: str) -> None:
 
 def _typed(cls: type, fields: dict[str, Any]) -> dict[str, Any]:
     """Convert JSON values to the types of a config class, or raise ConfigError."""
-    kinds, values = typing.get_type_hints(cls), {}
+    kinds = typing.get_type_hints(cls)
+    values = {}
     if extra := sorted(set(fields) - set(kinds)):
         raise ConfigError(f"unknown {cls.__name__} fields {extra}; known are {sorted(kinds)}")
     for name, value in fields.items():
@@ -114,6 +118,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) is kind
 
 
+Extended = TypeVar("Extended", bound=AttentionConfig)
 NO_TOKEN = (-1, 2**32 - 1)  # how files write that there is none
 
 
@@ -130,7 +135,7 @@ class TargetConfig(AttentionConfig):
     # Ids that only other engines read, kept for folders that are written; None is none.
     bos_token_id: int | None = dataclasses.field(default=None, compare=False)
     pad_token_id: int | None = dataclasses.field(default=None, compare=False)
-    dtype: str = "float32"  # of the published weights
+    dtype: str = "float32"  # dtype of the published weights
     qkv_bias: bool = False  # queries, keys and values have biases, whatever the output has
     mlp_bias: bool = False  # gate, up and down have biases
     qk_norm: bool = False  # queries and keys are normalised per head before rotation
@@ -139,7 +144,7 @@ class TargetConfig(AttentionConfig):
     norm_after: bool = False  # their outputs are normalised
     rotated: int = 0  # number of leading dimensions of a head that rotate; 0 is all
     rotated_neighbours: bool = False  # pairs (2m, 2m + 1) rotate, not (m, m + half)
-    score_scale: float | None = None  # of attention; None is 1 / sqrt(head_dim)
+    score_scale: float | None = None  # factor of attention scores; None is 1 / sqrt(head_dim)
     query_growth: float = 0.0  # queries are times 1 + this log(1 + position // original_length)
     residual_scale: float = 1.0  # factor of what attention and MLP add to the stream
     num_experts: int = 0  # per layer with experts
@@ -147,7 +152,7 @@ class TargetConfig(AttentionConfig):
     expert_size: int = 0  # width of each expert's MLP
     embedding_scale: float = 1.0  # factor of table rows, rounded to the weights' dtype
     final_softcap: float | None = None  # logits become cap tanh(logits / cap)
-    logit_divisor: float = 1.0  # of the head's output
+    logit_divisor: float = 1.0  # divisor of the head's output
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,7 +179,7 @@ class TargetConfig(AttentionConfig):
     def conventions(self) -> tuple[str, ...]:
         """Descriptions of what is special in the family."""
         places = "before and after" if self.norm_before else "after"
-        found = {
+        applies_by_text = {
             "queries and keys normed": self.qk_norm,
             "queries and keys normed over all heads": self.joint_norm,
             "biases of queries, keys and values": self.qkv_bias,
@@ -186,7 +191,7 @@ class TargetConfig(AttentionConfig):
             f"residuals x{self.residual_scale:g}": self.residual_scale != 1,
             f"logits / {self.logit_divisor:g}": self.logit_divisor != 1,
         }
-        return tuple(text for text, applies in found.items() if applies)
+        return tuple(text for text, applies in applies_by_text.items() if applies)
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer has a rotary embedding."""
@@ -202,8 +207,19 @@ def window_kinds(windows: tuple[int | None, ...]) -> tuple[str, ...]:
     return tuple("full attention" if w is None else f"window {w}" for w in windows)
 
 
-def dense_fields(f: Fields, *, tied: bool = False, rotated: int | None = None) -> dict[str, Any]:
-    """Return the fields of TargetConfig that all decoders with SiLU-gated layers share.
+def extended(config: AttentionConfig, cls: type[Extended], **own: Any) -> Extended:
+    """Return a config of a class with further fields.
+
+    Args:
+      config: has the other fields.
+      own: values of further fields, and of those that differ.
+    """
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return cls(**values | own)
+
+
+def dense_config(f: Fields, *, tied: bool = False, rotated: int | None = None) -> TargetConfig:
+    """Return the config that all decoders with SiLU-gated layers share.
 
     Args:
       tied: whether the head is the embedding table where the config does not say.
@@ -214,20 +230,39 @@ def dense_fields(f: Fields, *, tied: bool = False, rotated: int | None = None) -
     """
     f.must_be("hidden_act", "silu", "swish")
     size = geometry(f, rotated=rotated)
-    windows = layer_windows(f, size["num_layers"])
-    return size | {
-        "model_type": f.get("model_type"),
-        "vocab_size": f.integer("vocab_size"),
-        "tie_embeddings": f.flag("tie_word_embeddings", tied),
-        "windows": tuple(window for _, window in windows),
-        "max_length": longest(size["rope"], made_for(f) or 4096),
-        "eos_token_ids": id_tuple(f.get("eos_token_id")),
-        "dtype": dtype_name(f),
-    }
+    windows = layer_windows(f, size.num_layers)
+    return extended(
+        size,
+        TargetConfig,
+        model_type=f.get("model_type"),
+        vocab_size=f.integer("vocab_size"),
+        tie_embeddings=f.flag("tie_word_embeddings", tied),
+        windows=tuple(window for _, window in windows),
+        max_length=longest(size.rope, made_for(f) or 4096),
+        eos_token_ids=id_tuple(f.get("eos_token_id")),
+        dtype=dtype_name(f),
+    )
 
 
-def expert_fields(f: Fields, size: int) -> dict[str, Any]:
-    """Return number, choice and size of experts; the number has two spellings.
+class ExpertSizes(NamedTuple):
+    """Numbers and width of the experts of a layer.
+
+    Attributes:
+      total: number of experts.
+      chosen: number of experts that a token chooses.
+      size: width of each expert's MLP.
+    """
+
+    total: int = 0
+    chosen: int = 0
+    size: int = 0
+
+
+def expert_sizes(f: Fields, size: int) -> ExpertSizes:
+    """Return the sizes of experts; their number has two spellings.
+
+    Args:
+      size: width of each expert's MLP.
 
     Raises:
       ConfigError: the numbers do not fit each other.
@@ -236,7 +271,8 @@ def expert_fields(f: Fields, size: int) -> dict[str, Any]:
     f.used.update(names)
     named = [name for name in names if f.get(name) is not None]
     name = (named or [name for name in names if name in f.values] or names[1:])[0]
-    count, chosen = integer(f, name), integer(f, "num_experts_per_tok")
+    count = integer(f, name)
+    chosen = integer(f, "num_experts_per_tok")
     if not 1 <= chosen <= count <= MOST_EXPERTS or size < 1:
         raise ConfigError(
             f"{f.where}: {chosen} of {count!r} experts of width {size} cannot be chosen; expected"
@@ -244,28 +280,29 @@ def expert_fields(f: Fields, size: int) -> dict[str, Any]:
             f" {MOST_EXPERTS} at most, and a positive width"
         )
     f.used.update(("output_router_logits", "router_aux_loss_coef"))  # training only
-    return {"num_experts": count, "experts_per_token": chosen, "expert_size": size}
+    return ExpertSizes(count, chosen, size)
 
 
-def geometry(f: Fields, *, rotated: int | None = None) -> dict[str, Any]:
-    """Return the fields of AttentionConfig.
+def geometry(f: Fields, *, rotated: int | None = None) -> AttentionConfig:
+    """Return the attention geometry of a config.
 
     Args:
       rotated: number of dimensions of a head that rotate; None is all.
     """
-    hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
+    hidden = f.integer("hidden_size")
+    heads = f.integer("num_attention_heads")
     head_dim = integer(f, "head_dim", hidden // max(heads, 1))
-    return {
-        "hidden_size": hidden,
-        "num_layers": layer_count(f),
-        "num_heads": heads,
-        "num_kv_heads": integer(f, "num_key_value_heads", heads),
-        "head_dim": head_dim,
-        "intermediate_size": f.integer("intermediate_size"),
-        "rms_norm_eps": f.number("rms_norm_eps", 1e-6),
-        "attention_bias": f.flag("attention_bias", False),
-        "rope": rope_config(f, head_dim if rotated is None else rotated),
-    }
+    return AttentionConfig(
+        hidden_size=hidden,
+        num_layers=layer_count(f),
+        num_heads=heads,
+        num_kv_heads=integer(f, "num_key_value_heads", heads),
+        head_dim=head_dim,
+        intermediate_size=f.integer("intermediate_size"),
+        rms_norm_eps=f.number("rms_norm_eps", 1e-6),
+        attention_bias=f.flag("attention_bias", False),
+        rope=rope_config(f, head_dim if rotated is None else rotated),
+    )
 
 
 def layer_count(f: Fields) -> int:
@@ -279,7 +316,7 @@ def layer_count(f: Fields) -> int:
 
 def switched_window(f: Fields) -> int | None:
     """Return the sliding window, if there is one and it is switched on."""
-    enabled = f.flag("use_sliding_window", not _optional_window(f))
+    enabled = f.flag("use_sliding_window", not f.optional_window)
     window = integer(f, "sliding_window", NO_WINDOW)
     if not enabled or window == NO_WINDOW:
         return None
@@ -288,15 +325,10 @@ def switched_window(f: Fields) -> int | None:
     return window
 
 
-def _optional_window(f: Fields) -> bool:
-    family = family_entry(f)
-    return family is not None and family.optional_window
-
-
 def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
     """Return kind and window of each layer."""
     window = switched_window(f)
-    first = f.integer("max_window_layers", 28 if _optional_window(f) else num_layers)
+    first = f.integer("max_window_layers", 28 if f.optional_window else num_layers)
     usual = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
     return [(kind, window if kind == SLIDING else None) for kind in layer_types(f, usual)]
 
@@ -305,7 +337,7 @@ def layer_types(f: Fields, usual: list[str], other: str = SLIDING) -> list[str]:
     """Return the kind of each layer, full attention or another one.
 
     Args:
-      usual: of a config without them.
+      usual: kinds of a config that lists none.
 
     Raises:
       ConfigError: it names other kinds, or another number of them.
@@ -341,7 +373,9 @@ def text_part(f: Fields, others: Iterable[str], read: Callable[[Fields, Fields],
 
 def all_end_ids(*parts: Fields) -> tuple[int, ...]:
     """Return the end tokens that the parts of a config name, each once."""
-    ids = (i for part in parts for i in id_tuple(part.get("eos_token_id")))
+    ids: list[int] = []
+    for part in parts:
+        ids += id_tuple(part.get("eos_token_id"))
     return tuple(dict.fromkeys(ids))
 
 

@@ -4,10 +4,11 @@ import contextlib
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from dflash_jax.config.family import Family, model_types, target_families
 from dflash_jax.errors import CheckpointError, ConfigError
 
 GGUF_MAGIC = b"GGUF"
@@ -88,10 +89,39 @@ def harmless(name: str) -> bool:
 
 
 class Fields:
-    """Reader of a JSON object that records which fields were read, to judge the others."""
+    """Reader of a JSON object that records which fields were read, to judge the others.
 
-    def __init__(self, values: dict[str, Any], where: str):
-        self.values, self.where, self.used = values, where, set()
+    Args:
+      defaults: by `model_type`, the integers that transformers takes for absent fields.
+      optional_window: whether `sliding_window` counts only with `use_sliding_window`.
+    """
+
+    def __init__(
+        self,
+        values: dict[str, Any],
+        where: str,
+        *,
+        defaults: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+        optional_window: bool = False,
+    ):
+        self.values = values
+        self.where = where
+        self.defaults = defaults
+        self.optional_window = optional_window
+        self.used: set[str] = set()
+
+    def over(self, values: dict[str, Any], where: str = "") -> "Fields":
+        """Return a reader of other values, whose absent fields have the same defaults.
+
+        Args:
+          where: name of what has these values, for errors; by default that of this reader.
+        """
+        return Fields(
+            values,
+            where or self.where,
+            defaults=self.defaults,
+            optional_window=self.optional_window,
+        )
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field, or the default if it is absent or null."""
@@ -155,7 +185,7 @@ class Fields:
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise ConfigError(f"{self.where}: {name} is {value!r}; expected an object")
-        return Fields(value, f"{self.where}: {name}")
+        return self.over(value, f"{self.where}: {name}")
 
     def check_rest(self) -> None:
         """Judge the fields that were not read; those that nobody knows are ignored with a warning.
@@ -202,8 +232,8 @@ def take_quantization(fields: dict[str, Any]) -> Any:
     text = fields.get("text_config")  # where some multimodal files have them
     places = [fields, *([text] if isinstance(text, dict) else [])]
     keys = ("quantization_config", "compression_config")
-    found = [place.pop(key, None) for place in places for key in (*keys, "quantization")]
-    settings = next((value for value in found if value is not None), None)
+    candidates = [place.pop(key, None) for place in places for key in (*keys, "quantization")]
+    settings = next((value for value in candidates if value is not None), None)
     if isinstance(settings, dict) and "quant_method" not in settings and "group_size" in settings:
         return settings | {"quant_method": MLX}
     return settings
@@ -289,15 +319,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-# Fields of a config.json whose absence transformers fills in, by `model_type`.
-
-
-def family_entry(f: Fields) -> Family | None:
-    """Return the family of a file's `model_type`, or None if no family has it."""
-    name = model_types().get(str(f.values.get("model_type")))
-    return None if name is None else target_families()[name]
-
-
 def integer(f: Fields, name: str, null: int | None = None) -> int:
     """Read an integer, or what its absence means to the file's `model_type`.
 
@@ -306,6 +327,5 @@ def integer(f: Fields, name: str, null: int | None = None) -> int:
     Raises:
       ConfigError: the field is no 32-bit integer, or is absent without a default.
     """
-    family = family_entry(f)
-    defaults = family.defaults.get(str(f.values.get("model_type")), {}) if family else {}
+    defaults = f.defaults.get(str(f.values.get("model_type")), {})
     return f.integer(name, null if name in f.values else defaults.get(name, null))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 from dflash_jax.config.fields import Fields, integer
 from dflash_jax.errors import ConfigError
@@ -85,19 +84,21 @@ def rope_config(f: Fields, width: int) -> RopeConfig:
     Raises:
       ConfigError: the kind or a setting is not supported, or layers rotate differently.
     """
-    old, new = f.inner("rope_scaling"), f.inner("rope_parameters")
+    old = f.inner("rope_scaling")
+    new = f.inner("rope_parameters")
     outer = {name: f.get(name) for name in (ORIGINAL, "partial_rotary_factor")}
-    given = {name: value for name, value in outer.items() if value is not None}
-    base, found = f.number("rope_theta", 10000.0), {}
+    outer_fields = {name: value for name, value in outer.items() if value is not None}
+    base = f.number("rope_theta", 10000.0)
+    ropes = {}
     for r in _by_layer_type(old if old.values else new, f):
         theta = r.number("rope_theta", base)
-        found[r.where] = scaled(Fields(r.values | given, r.where), f, theta, width)
-    if len({*found.values()}) > 1:
+        ropes[r.where] = scaled(r.over(r.values | outer_fields), f, theta, width)
+    if len({*ropes.values()}) > 1:
         raise ConfigError(
-            f"{' and '.join(found)} differ; in models of type {f.values.get('model_type')!r} all"
+            f"{' and '.join(ropes)} differ; in models of type {f.values.get('model_type')!r} all"
             " layers rotate alike"
         )
-    return next(iter(found.values()))
+    return next(iter(ropes.values()))
 
 
 def rotated_share(f: Fields, usual: float) -> float:
@@ -109,7 +110,8 @@ def rotated_share(f: Fields, usual: float) -> float:
     Raises:
       ConfigError: it is not from 0 to 1.
     """
-    old, new = f.inner("rope_scaling"), f.inner("rope_parameters")
+    old = f.inner("rope_scaling")
+    new = f.inner("rope_parameters")
     outer = f.number("partial_rotary_factor", usual)
     share = (old if old.values else new).number("partial_rotary_factor", outer)
     if not 0 < share <= 1:
@@ -153,15 +155,14 @@ def scaled(r: Fields, f: Fields, theta: float, width: int) -> RopeConfig:
     measured = kind in ("llama3", "yarn", *BY_LENGTH)
     length = made_for(f) if measured else f.integer("max_position_embeddings", 0)
     original = r.integer(ORIGINAL, 0) or length
-    found: dict[str, Any] = {"theta": theta, "kind": kind, "original_length": original}
+    rope = RopeConfig(theta=theta, kind=kind, original_length=original, factor=factor)
     if kind == "default":  # transformers ignores shares and factors here
-        return RopeConfig(**found, factor=factor)
+        return rope
+    share = r.number("partial_rotary_factor", 1.0)
     if kind == "proportional":
-        share = r.number("partial_rotary_factor", 1.0)
         if not 0 <= share <= 1:
             raise ConfigError(f"{r.where}: partial_rotary_factor is {share}; expected 0 to 1")
-        return RopeConfig(**found, factor=factor, partial_rotary_factor=share)
-    share = r.number("partial_rotary_factor", 1.0)
+        return dataclasses.replace(rope, partial_rotary_factor=share)
     if not 0 <= share < 2 or int(width * share) != width:
         raise ConfigError(
             f"{r.where}: partial_rotary_factor is {share}; with {kind} scaling only 1.0 is"
@@ -169,61 +170,71 @@ def scaled(r: Fields, f: Fields, theta: float, width: int) -> RopeConfig:
         )
     named = r.get("factor") is not None
     if not named and original > 0 and length > 0:
-        factor = length / original
-    found["factor"] = factor
+        rope = dataclasses.replace(rope, factor=length / original)
     if kind == "llama3":
-        found["low_freq_factor"] = r.number("low_freq_factor", 1.0)
-        found["high_freq_factor"] = r.number("high_freq_factor", 4.0)
+        low = r.number("low_freq_factor", 1.0)
+        high = r.number("high_freq_factor", 4.0)
+        rope = dataclasses.replace(rope, low_freq_factor=low, high_freq_factor=high)
     elif kind == "yarn":
-        found |= _yarn(r, factor)
+        rope = _yarn(r, rope)
     elif kind == "longrope":
-        found |= _longrope(r, factor, original, width)
+        rope = _longrope(r, rope, width)
     elif kind == "dynamic":
-        found["original_length"] = length
-    _check(RopeConfig(**found), r, f, width)
+        rope = dataclasses.replace(rope, original_length=length)
+    _check(rope, r, f, width)
     if not named and kind != "longrope" and (kind != "yarn" or "factor" not in r.values):
         raise ConfigError(
             f"{r.where} lacks the 'factor' of {kind} scaling; add the one it was published with"
         )
-    return RopeConfig(**found)
+    return rope
 
 
-def _yarn(r: Fields, factor: float) -> dict[str, Any]:
-    """Return the fields of yarn; a beta of 0 is none, and scales count only as a pair."""
+def _yarn(r: Fields, rope: RopeConfig) -> RopeConfig:
+    """Add the fields of yarn; a beta of 0 is none, and scales count only as a pair."""
 
-    def grown(scale: float) -> float:
-        return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
+    def growth(scale: float) -> float:
+        return 0.1 * scale * math.log(max(rope.factor, 1.0)) + 1.0
 
-    one, other = r.number("mscale", 0.0), r.number("mscale_all_dim", 0.0)
-    usual = grown(one) / grown(other) if one and other and grown(other) else grown(1.0)
-    return {
-        "beta_fast": r.number("beta_fast", 32.0) or 32.0,
-        "beta_slow": r.number("beta_slow", 1.0) or 1.0,
-        "truncate": r.flag("truncate", "truncate" not in r.values),  # null is false
-        "attention_factor": r.number("attention_factor", usual),
-    }
+    one = r.number("mscale", 0.0)
+    other = r.number("mscale_all_dim", 0.0)
+    usual = growth(1.0)
+    if one and other and growth(other):
+        usual = growth(one) / growth(other)
+    return dataclasses.replace(
+        rope,
+        beta_fast=r.number("beta_fast", 32.0) or 32.0,
+        beta_slow=r.number("beta_slow", 1.0) or 1.0,
+        truncate=r.flag("truncate", "truncate" not in r.values),  # null is false
+        attention_factor=r.number("attention_factor", usual),
+    )
 
 
-def _longrope(r: Fields, factor: float, original: int, width: int) -> dict[str, Any]:
-    """Return the fields of longrope: two lists with a divisor per pair."""
-    found: dict[str, Any] = {}
-    for name in ("short_factor", "long_factor"):
-        listed = r.get(name)
-        numbers = isinstance(listed, list) and all(type(x) in (int, float) for x in listed)
-        if not numbers or len(listed) != width // 2 or not all(0 < x < 1e30 for x in listed):
-            raise ConfigError(
-                f"{r.where}: {name} is {listed!r}; expected {width // 2} positive numbers"
-            )
-        found[f"{name}s"] = tuple(map(float, listed))
+def _longrope(r: Fields, rope: RopeConfig, width: int) -> RopeConfig:
+    """Add the fields of longrope: two lists with a divisor per pair."""
     usual = 1.0
-    if factor > 1 and original > 1:
-        usual = math.sqrt(1 + math.log(factor) / math.log(original))
-    return found | {"attention_factor": r.number("attention_factor", usual)}
+    if rope.factor > 1 and rope.original_length > 1:
+        usual = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_length))
+    return dataclasses.replace(
+        rope,
+        short_factors=_divisors(r, "short_factor", width // 2),
+        long_factors=_divisors(r, "long_factor", width // 2),
+        attention_factor=r.number("attention_factor", usual),
+    )
+
+
+def _divisors(r: Fields, name: str, count: int) -> tuple[float, ...]:
+    """Return a list of divisors, one per pair."""
+    listed = r.get(name)
+    numbers = isinstance(listed, list) and all(type(x) in (int, float) for x in listed)
+    if not numbers or len(listed) != count or not all(0 < x < 1e30 for x in listed):
+        raise ConfigError(f"{r.where}: {name} is {listed!r}; expected {count} positive numbers")
+    return tuple(map(float, listed))
 
 
 def _check(rope: RopeConfig, r: Fields, f: Fields, width: int) -> None:
     """Check that the formula of a rescaling is defined."""
-    low, high = rope.low_freq_factor, rope.high_freq_factor
+    low = rope.low_freq_factor
+    high = rope.high_freq_factor
     sound = {
         "llama3": rope.original_length > 0 and high > low,
         "yarn": rope.original_length > 0

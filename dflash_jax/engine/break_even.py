@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from dflash_jax.engine.model_runner import ModelRunner
@@ -15,12 +14,24 @@ from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import is_multi_step
 from dflash_jax.graph.settings import untraced
-from dflash_jax.graph.state import COMMITS_NOTHING, RowRules, idle_arrays, read_output
-from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
+from dflash_jax.graph.state import (
+    COMMITS_NOTHING,
+    PromptPart,
+    RowRules,
+    idle_arrays,
+    prompt_arrays,
+    read_output,
+)
+from dflash_jax.graph.steps.inputs import (
+    DecodeInputs,
+    PrefillInputs,
+)
 
 POSITIONS = (0, 512, 2048)  # tokens in the caches when steps are timed
 SAMPLES = 2  # of each step while requests run
-FURTHER, MARGIN = 2, 256  # a measurement serves up to this multiple of its position, and past it
+# A measurement serves up to this multiple of its position, and as many tokens past that.
+FURTHER = 2
+MARGIN = 256
 PREFILL_STEPS = 4  # tokens of a prompt chunk are fed in the time of as many plain steps, or faster
 
 
@@ -47,7 +58,9 @@ class Stopwatch:
         row: int = 0,
         rows: tuple[int, ...] = (),
     ):
-        self._runner, self.plan, self._variant = runner, runner.plan, variant
+        self._runner = runner
+        self.plan = runner.plan
+        self._variant = variant
         self.rows = rows or tuple(sorted({1, self.plan.rows}))
         self._row = row
         self._rules: dict[Timed, RowRules] = {}
@@ -87,7 +100,8 @@ class Stopwatch:
     def _rules_of(self, step: Timed) -> RowRules:
         """Return rules under which a step's rows are computed, but commit nothing."""
         if step not in self._rules:
-            arrays, row = idle_arrays(self.plan), self._row
+            arrays = idle_arrays(self.plan)
+            row = self._row
             decodes = slice(row, row + 1) if step.rows == 1 else slice(step.rows)
             arrays["limit"][decodes] = COMMITS_NOTHING
             arrays["max_drafts"][:] = step.block - 1
@@ -96,11 +110,15 @@ class Stopwatch:
 
     def feed(self) -> float:
         """Feed the next chunk of a prompt to all rows, or to the first; return the seconds."""
-        rows, chunk = self.plan.fed_rows, self.plan.chunk
-        row = None if rows == self.plan.rows else np.int32(0)
-        tokens, num_fed = np.zeros((rows, chunk), np.int32), np.full(rows, chunk, np.int32)
-        fresh, rules = np.full(rows, not self.fed), self._rules_of(Timed(0))
-        inputs = PrefillInputs(tokens, num_fed, fresh, rules, row=row)
+        rows = self.plan.prefill_rows
+        chunk = self.plan.chunk
+        tokens = np.zeros(chunk, np.int32)
+        parts = [PromptPart(row, self.fed, tokens) for row in range(rows)]
+        inputs = PrefillInputs(
+            *prompt_arrays(parts, rows, chunk),
+            self._rules_of(Timed(0)),
+            row=None if rows == self.plan.rows else np.int32(0),
+        )
         self.fed += chunk
         return self._call(self._runner.graph.key(Step.PREFILL, self._variant), inputs)
 
@@ -124,7 +142,8 @@ class BreakEvenMeter:
 
     def use(self, known: BreakEven) -> None:
         """Use a measurement that was made before; none is made any more."""
-        self.value, self.enabled = known, self.enabled and not known.positions
+        self.value = known
+        self.enabled = self.enabled and not known.positions
 
     def measure(self, place: int, row: int, rows: int) -> bool:
         """Measure if nothing is known about a position or a number of rows; return whether it did.
@@ -137,8 +156,9 @@ class BreakEvenMeter:
           row: its number.
           rows: that decode.
         """
-        variant, known = self._variant, self.value
-        if variant is None or jax.process_count() > 1:
+        variant = self._variant
+        known = self.value
+        if variant is None or self._runner.executor.hosts > 1:
             return False
         seen = bool(known.rows) and known.rows[0] <= rows <= known.rows[-1]
         if seen and place <= FURTHER * known.positions[-1] + MARGIN:
@@ -157,7 +177,8 @@ class BreakEvenMeter:
     @property
     def _variant(self) -> Variant | None:
         """The variant whose steps are measured, if they are compiled."""
-        made, needed = self._runner.executables, (Step.SPECULATIVE, Step.PLAIN)
+        made = self._runner.executables
+        needed = (Step.SPECULATIVE, Step.PLAIN)
         for variant in (Variant.GREEDY, Variant.SAMPLED):
             if all(self._runner.graph.key(step, variant) in made for step in needed):
                 return variant
@@ -209,7 +230,7 @@ def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> Brea
       Nothing known if several processes run one program: by their clocks they would differ in
       their decisions, and wait for each other.
     """
-    if jax.process_count() > 1:
+    if runner.executor.hosts > 1:
         return BreakEven()
     return untraced(lambda: _measure(runner, samples, time.perf_counter() + seconds))
 
@@ -217,7 +238,8 @@ def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> Brea
 def _measure(runner: ModelRunner, samples: int, end: float) -> BreakEven:
     watch = Stopwatch(runner)
     least: dict[tuple[int, Timed], float] = {}
-    started, took = time.perf_counter(), 0.0
+    started = time.perf_counter()
+    took = 0.0
     while time.perf_counter() + took < end:
         for position in POSITIONS:
             if not _feed_up_to(watch, position, end):
@@ -228,7 +250,8 @@ def _measure(runner: ModelRunner, samples: int, end: float) -> BreakEven:
                     least[place] = min(watch.step_seconds(step), least.get(place, math.inf))
         if watch.fed:
             runner.clear_rows(range(runner.plan.rows))  # the prompts are nobody's
-        watch.fed, took = 0, took or time.perf_counter() - started
+        watch.fed = 0
+        took = took or time.perf_counter() - started
     return _table(watch, least)
 
 

@@ -7,12 +7,12 @@ at stop tokens and length limits, and a row that ended makes no progress until t
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,14 +24,17 @@ from dflash_jax.engine.prefix.cache import PrefixCache
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import Stats
 from dflash_jax.engine.running_request import RunningRequest, StepDetails
-from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
+from dflash_jax.engine.sampling_params import Structure
+from dflash_jax.engine.scheduler import Inbox, Scheduler, SchedulerOutput, StepPacer, variants_of
 from dflash_jax.engine.state_machine import controller
 from dflash_jax.engine.state_machine.controller import Restart
 from dflash_jax.engine.state_machine.speculation import NO_HISTORY
 from dflash_jax.engine.state_machine.trace import CallTime
-from dflash_jax.engine.structured.grammars import CallGrammars, Grammars
-from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
-from dflash_jax.graph.keys import Variant
+from dflash_jax.engine.structured.grammars import CallGrammars, Grammar, Grammars
+from dflash_jax.engine.turns.turn_events import CallRetry, End, TurnEvents
+from dflash_jax.engine.turns.turn_recorder import TurnRecorder
+from dflash_jax.errors import ComputeError, DFlashError, HostError, QueueFullError, RequestError
+from dflash_jax.graph.keys import ProgramKey, Variant
 from dflash_jax.graph.settings import Returned, untraced
 from dflash_jax.graph.state import RowStep
 from dflash_jax.graph.steps.forced_tokens import ForcedTokens
@@ -39,9 +42,8 @@ from dflash_jax.utils import forking
 
 log = logging.getLogger("dflash_jax.engine")
 
-DISK_WAIT = 0.01  # seconds a turn waits for prefixes on disk if there is nothing else to do
-Lock = contextlib.AbstractContextManager[Any]
-Notify = Callable[[BaseException | None], None]
+IDLE_WAIT = 0.01  # seconds a turn waits for what threads load if there is nothing else to do
+COURTESY = 1e-4  # seconds between two turns in which a thread that waits can go first
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,66 +55,126 @@ class RowUpdates:
     invalidated: list[Request] = dataclasses.field(default_factory=list)
     cleared: list[int] = dataclasses.field(default_factory=list)  # rows of non-finite numbers
     forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)  # by row
+    # Requests that wait for the grammar of a call, with the beginning of the call.
+    retried: list[tuple[RunningRequest, str]] = dataclasses.field(default_factory=list)
 
 
 class EngineCore:
     """Runs queued requests in turns.
 
-    Any thread may add and cancel requests. One thread at a time runs turns; others that call `step`
-    wait for it.
+    Any thread may post requests and their ends, which the next turn takes from the inbox. One
+    thread at a time runs turns, and nothing else changes the scheduler and the requests; others
+    that call `step` wait for it.
     """
 
     def __init__(self, runner: ModelRunner, call_grammars: CallGrammars):
         self.call_grammars = call_grammars
-        self.runner, self._plan, self.events = runner, runner.plan, EventLog()
+        self.runner = runner
+        self._plan = runner.plan
+        self.events = EventLog()
+        self.inbox = Inbox(runner.plan.queue)
         self.scheduler = Scheduler(runner.plan, runner.executor.put)
+        self.requests: dict[int, RunningRequest] = {}  # that wait or have a row, by number
         # Dispatched steps whose results were not processed yet, the oldest first.
         self.in_flight: collections.deque[InFlightStep] = collections.deque()
         self.acceptance = NO_HISTORY
+        self.pacer = StepPacer(runner.plan.steps_per_call)
         self.meter = BreakEvenMeter(runner)
+        self._break_even = self.meter.value  # of which requests were told
+        self.recorder: TurnRecorder | None = None
         self._processor = OutputProcessor(runner.plan.block, self.events)
-        self._lock = threading.RLock()  # for scheduler and sequences; not held while waiting
-        self._stepping = threading.Lock()
+        self._turns = threading.Lock()  # held by the thread that runs a turn
+        self._runner = 0  # that thread; 0 while no turn runs
+        self._waiting: set[int] = set()  # threads that wait for it
         self._interrupted = False  # a turn began and did not end
 
     # -- one turn -----------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, events: TurnEvents | None = None) -> None:
         """Run one turn: dispatch work if any row can use it, then process results that are due.
+
+        Args:
+          events: of the turn; by default, what was posted since the last one.
 
         Raises:
           ComputeError: parameters were donated to a program outside the engine.
+          HostError: a program of several hosts failed.
         """
-        with self._use(self._stepping):
-            self._begin_turn()
-            try:
-                untraced(self._turn)
-            except (ValueError, RuntimeError) as error:  # JAX's own errors are RuntimeErrors
-                if self.runner.executor.params_deleted:
-                    raise ComputeError(
-                        "the engine's parameters are gone: another program was given them and had"
-                        " them donated; let it donate copies, or give the engine others by"
-                        " `engine.update_params`"
-                    ) from error
-                if not isinstance(error, jax.errors.JaxRuntimeError):
-                    raise
-                with self._lock:
-                    self._rebuild(error)
-            self._interrupted = False
+        self._alone(functools.partial(self._step, events))
 
-    def _turn(self) -> None:
-        with self._lock:
-            self._end_abandoned()
-            for sequence in self._processor.retry_calls(self.scheduler.running):
-                self._release(sequence)
-            for sequence in self.scheduler.admit():
-                if self.runner.prefixes:
-                    self.runner.prefixes.prefetch(sequence.cursor)
-            before = [step.work for step in self.in_flight]
-            work = self.scheduler.schedule(before)
-            if work is not None:
-                self.in_flight.append(self.runner.execute(work))
-        if not self.in_flight:
+    def settle(self, events: TurnEvents | None = None) -> None:
+        """Apply events as a turn does, and run no work; arguments as for `step`.
+
+        In a turn of this thread it does nothing: the next turn applies what was posted.
+        """
+        if self._runner != threading.get_ident():
+            self._alone(functools.partial(self._apply_only, events), rebuilds=False)
+
+    def _alone(self, work: Callable[[], Returned], *, rebuilds: bool = True) -> Returned:
+        """Call a function while no other thread runs turns.
+
+        The lock is entered by `with`, as an interrupted context manager would keep it.
+
+        Args:
+          rebuilds: whether to rebuild all rows first if a turn was interrupted, as by Ctrl-C: the
+            device state it was given back, or results it was reading, may be lost.
+        """
+        self._check_not_forked()
+        me = threading.get_ident()
+        self._waiting.add(me)
+        try:
+            with self._turns:
+                self._waiting.discard(me)
+                self._runner = me
+                if self._interrupted and rebuilds:
+                    self._rebuild()
+                    self._interrupted = False
+                before = self._interrupted
+                self._interrupted = True
+                result = work()
+                self._interrupted = before
+        finally:
+            self._waiting.discard(me)
+            if self._runner == me:
+                self._runner = 0
+        if self._waiting:  # the lock alone would let this thread go on first
+            time.sleep(COURTESY)
+        return result
+
+    def _step(self, events: TurnEvents | None) -> None:
+        try:
+            untraced(functools.partial(self._run, events))
+        except (ValueError, RuntimeError) as error:  # JAX's own errors are RuntimeErrors
+            if self.runner.executor.params_deleted:
+                raise ComputeError(
+                    "the engine's parameters are gone: another program was given them and had"
+                    " them donated; let it donate copies, or give the engine others by"
+                    " `engine.update_params`"
+                ) from error
+            if not isinstance(error, jax.errors.JaxRuntimeError):
+                raise
+            self._rebuild(error)
+        if self.recorder:
+            self.recorder.end()
+
+    def _apply_only(self, events: TurnEvents | None) -> None:
+        self._apply(events)
+        if self.recorder:
+            self.recorder.end()
+
+    def _run(self, events: TurnEvents | None) -> None:
+        steps = self._apply(events).steps
+        for sequence in self.scheduler.admit():
+            sequence.expect(self.acceptance)
+            if self.runner.prefixes:
+                self.runner.prefixes.prefetch(sequence.cursor)
+        before = [step.work for step in self.in_flight]
+        work = self.scheduler.schedule(before, steps)
+        if self.recorder:
+            self.recorder.scheduled(work)
+        if work is not None:
+            self.in_flight.append(self.runner.execute(work))
+        if not self.in_flight and events is None:
             self._wait_for_threads()
         most = self._lookahead(work)
         while len(self.in_flight) > most:
@@ -123,35 +185,110 @@ class EngineCore:
         if self.meter.enabled:
             self._measure()
 
+    def _posted(self) -> TurnEvents:
+        """Return what was posted since the last turn, and what clocks and compilers say now."""
+        events = self.inbox.take()
+        # After the posts: the programs of a request are compiled before it is posted.
+        use: tuple[ProgramKey, ...] = ()
+        in_use = self.runner.in_use
+        executables = self.runner.executables
+        if len(executables) != len(in_use):
+            use = tuple(key for key in list(executables) if key not in in_use)
+        value = self.meter.value
+        break_even = None if value is self._break_even else value
+        return events._replace(use=use, steps=self.pacer.num_steps, break_even=break_even)
+
+    def _apply(self, events: TurnEvents | None) -> TurnEvents:
+        """Apply events to queue and rows; by default those that were posted. Return them.
+
+        What is interrupted is applied again by the next turn.
+        """
+        taken = self._posted() if events is None else events
+        self.runner.in_use.update(taken.use)
+        if taken.break_even is not None:
+            self._break_even = taken.break_even
+            for sequence in self.requests.values():
+                sequence.learn(taken.break_even)
+        for sequence in taken.admit:
+            self._admit(sequence)
+        for end in taken.end:
+            self._end(end)
+        for retry in taken.retry:
+            self._retry(retry)
+        if taken.end and not self.requests:
+            self.in_flight.clear()  # nobody waits for the results
+        if events is None:
+            self.inbox.applied(taken)
+        if self.recorder:
+            self.recorder.begin(taken)
+        return taken
+
+    def _admit(self, sequence: RunningRequest) -> None:
+        """Queue a request, unless that was done, or it has ended."""
+        if sequence.done:
+            self.inbox.ended(sequence)
+        elif sequence.number not in self.requests:
+            sequence.learn(self._break_even)
+            if sequence not in self.scheduler.waiting:
+                self.scheduler.waiting.append(sequence)
+            self.requests[sequence.number] = sequence
+
+    def _end(self, end: End) -> None:
+        """End a request in the queue or in its row, unless it has ended."""
+        sequence = self.requests.get(end.number)
+        if sequence is None:
+            return
+        if sequence.done:  # as its release was interrupted
+            pass
+        elif end.reason == "overdue":
+            sequence.stats.recovery["deadline"] += 1
+            self._processor.report(sequence, ("deadline",))
+            sequence.take(controller.Cancelled(controller.Finish.LENGTH))
+        elif end.reason in ("closed", "dropped"):
+            sequence.take(controller.Cancelled())
+        else:
+            sequence.abandon(end.reason)
+        self._release(sequence)
+
+    def _retry(self, retry: CallRetry) -> None:
+        """Restart a request whose call grammar is ready; end it if there is none."""
+        sequence = self.requests.get(retry.number)
+        if sequence is None or not sequence.retries_call:
+            return
+        if retry.grammar is None:
+            log.warning("%s: a call is passed on as it is: %s", sequence.label, retry.error)
+            sequence.take(controller.Cancelled(controller.Finish.STOP))
+            self._release(sequence)
+        else:
+            self._processor.report(sequence, sequence.retry_call(retry.grammar).notes)
+
     def _measure(self) -> None:
-        """Measure what drafting gains if that is in doubt for a request."""
-        rows, block = enumerate(self.scheduler.rows), self._plan.block
+        """Measure what drafting gains if that is in doubt for a request; the next turn is told."""
+        rows = enumerate(self.scheduler.rows)
+        block = self._plan.block
         places = [
             (x.num_tokens, row)
             for row, x in rows
             if x and x.doubts_drafting(self.acceptance, block)
         ]
-        decoding = sum(x.prefilled for x in self.scheduler.running)
-        if places and self.meter.measure(*max(places), decoding):
-            with self._lock:
-                for sequence in self.scheduler.running:
-                    sequence.learn(self.meter.value)
+        if places:
+            decoding = sum(x.prefilled for x in self.scheduler.running)
+            self.meter.measure(*max(places), decoding)
 
     def _process(self, step: InFlightStep) -> None:
         """Wait for the oldest step, and process its results."""
         count = 0
         for ended, results in step.results():
             count += 1
-            with self._lock:
-                updates = self._processor.process(step, results, ended)
-                self._apply(updates)
+            if self.recorder:
+                for row in filter(step.work.waits, results):
+                    self.recorder.decided(step.work.sequences[row].number, results[row].tokens)
+            self._update(self._processor.process(step, results, ended))
         if not step.work.prefill:
-            self.scheduler.pacer.record(count, step.dispatched)
-        with self._lock:
-            if self.in_flight and self.in_flight[0] is step:
-                self.in_flight.popleft()
+            self.pacer.record(count, step.dispatched)
+        self.in_flight.popleft()
 
-    def _apply(self, updates: RowUpdates) -> None:
+    def _update(self, updates: RowUpdates) -> None:
         """Update the scheduler, the prefix cache and the device after a step was processed."""
         for sequence in updates.finished:
             self._release(sequence)
@@ -166,6 +303,14 @@ class EngineCore:
             sequence = self.scheduler.rows[row]
             if sequence and sequence.request.params.penalized:
                 self.runner.set_logits_state(row, sequence)
+        for sequence, before in updates.retried:
+            made = functools.partial(self._grammar_made, sequence.number)
+            self.call_grammars.begin(sequence.request, before, made)
+
+    def _grammar_made(
+        self, number: int, structure: Structure | None, grammar: Grammar | None, error: str
+    ) -> None:
+        self.inbox.retry(CallRetry(number, structure, grammar, error))
 
     def _lookahead(self, work: SchedulerOutput | None) -> int:
         """Return how many steps may stay in flight at the end of a turn that dispatched `work`.
@@ -179,11 +324,12 @@ class EngineCore:
 
     def _wait_for_threads(self) -> None:
         """Wait a little for what threads load or compile for running requests."""
-        work: list[concurrent.futures.Future[Any]] = []
-        for sequence in self.scheduler.running:
-            work += filter(None, (sequence.cursor.loading, sequence.call_grammar))
-        if work:
-            concurrent.futures.wait(work, DISK_WAIT, concurrent.futures.FIRST_COMPLETED)
+        running = self.scheduler.running
+        loading = [x.cursor.loading for x in running if x.cursor.loading is not None]
+        if loading:
+            concurrent.futures.wait(loading, IDLE_WAIT, concurrent.futures.FIRST_COMPLETED)
+        elif any(x.retries_call for x in running):
+            self.inbox.wait(IDLE_WAIT)
 
     def _release(self, sequence: RunningRequest) -> None:
         """Free the queue place or the row of a request that ended."""
@@ -191,17 +337,21 @@ class EngineCore:
         if not sequence.policy.fixed:  # drafts of sampled requests are accepted at another rate
             self.acceptance = self.acceptance.after_request(sequence.state.drafting)
         if self.runner.prefixes and sequence.cursor.added:
-            self.runner.prefixes.release(sequence.cursor, tainted=sequence.tainted)
+            self.runner.prefixes.release(sequence.cursor, not_cacheable=sequence.not_cacheable)
+        self.inbox.ended(sequence)
+        self.requests.pop(sequence.number, None)
 
     # -- for callers --------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do; ends dropped and cancelled requests first."""
-        with self._use(self._lock):
-            if any(x.dropped or x.cancel for x in self._unfinished()):
-                self.tidy()
-            return bool(self.in_flight or self.scheduler.unfinished)
+        """Whether `step` has anything to do; applies what was posted first."""
+        self._check_not_forked()
+        if not self.inbox.empty:
+            if self._runner not in (0, threading.get_ident()):
+                return True
+            self.settle()
+        return bool(self.in_flight or self.requests)
 
     @property
     def grammars(self) -> Grammars:
@@ -215,7 +365,7 @@ class EngineCore:
     @property
     def queued(self) -> int:
         """Number of requests that wait for a row."""
-        return len(self.scheduler.waiting)
+        return self.inbox.unread + len(self.scheduler.waiting)
 
     @property
     def active(self) -> int:
@@ -234,43 +384,43 @@ class EngineCore:
           QueueFullError: the queue has no room for all of them.
         """
         if not self.try_add(sequences):
-            waiting, new = len(self.scheduler.waiting), len(sequences)
             raise QueueFullError(
-                f"{waiting} requests wait already and {new} more were given, but the plan lets"
-                f" {self._plan.queue} wait; try again later, or load with a larger queue"
+                f"{self.queued} requests wait already and {len(sequences)} more were given, but the"
+                f" plan lets {self._plan.queue} wait; try again later, or load with a larger queue"
             )
 
     def try_add(self, sequences: list[RunningRequest]) -> bool:
         """Queue requests, all of them or none; return whether the queue had room."""
-        with self._use(self._lock):
-            if not self.scheduler.has_room(len(sequences)):
-                self._end_abandoned()
-            if room := self.scheduler.has_room(len(sequences)):
-                self.scheduler.waiting += sequences
-        return room
+        self._check_not_forked()
+        if self.inbox.admit(sequences, self.scheduler.waiting):
+            return True
+        self.settle()  # requests that were dropped may free their places
+        return self.inbox.admit(sequences, self.scheduler.waiting)
 
-    def cancel(self, sequence: RunningRequest) -> None:
-        """End a request in the queue or in its row; does nothing if it already ended."""
-        with self._use(self._lock):
-            if not sequence.done:
+    def close(self, sequences: Iterable[RunningRequest]) -> None:
+        """End requests that still run, in the queue or in their rows."""
+        for sequence in sequences:
+            if sequence.queued and not sequence.done:
+                self.inbox.end(sequence.number, "closed")
+            elif not sequence.done:  # no turn knows it
                 sequence.take(controller.Cancelled())
-                self._release(sequence)
-                self._discard_unread()
-
-    def tidy(self) -> None:
-        """End dropped, cancelled and overdue requests, as the next turn would."""
-        with self._use(self._lock):
-            self._end_abandoned()
-            self._discard_unread()
+        self.settle()
 
     def update_params(self, params: Mapping[str, Any]) -> None:
         """Replace parameters; arguments and errors as for `Engine.update_params`."""
 
-        def exchange() -> None:
-            self.runner.exchange(params)
-            self.acceptance = NO_HISTORY
+        if self.recorder and self.recorder.followed:
+            raise RequestError(
+                "the parameters of a model over several hosts cannot be replaced; start it again"
+                " with the other weights"
+            )
 
-        self.while_idle(exchange)
+        def swap_params() -> None:
+            self.runner.swap_params(params)
+            self.acceptance = NO_HISTORY
+            self.stop_recording("the parameters were replaced")
+
+        self.while_idle(swap_params)
 
     def while_idle(self, work: Callable[[], Returned]) -> Returned:
         """Call a function that no request may run next to.
@@ -278,83 +428,55 @@ class EngineCore:
         Raises:
           RequestError: requests are running.
         """
-        with self._use(self._stepping):
-            self._begin_turn()
-            with self._lock:
-                self._end_abandoned()
-                idle = not self.scheduler.unfinished
-                while idle and self.in_flight:  # left over from requests that ended
-                    self._process(self.in_flight[0])
-                try:
-                    if not idle:
-                        hint = "let them end, or close them, first"
-                        raise RequestError(f"requests are running; {hint}")
-                    done = work()
-                except DFlashError:  # refused, and nothing was changed
-                    self._interrupted = False
-                    raise
-            self._interrupted = False
-        return done
 
-    # -- ends and failures --------------------------------------------------------------------
+        def work_if_idle() -> Returned | DFlashError:
+            self._apply_only(None)
+            if self.requests:
+                return RequestError("requests are running; let them end, or close them, first")
+            self.in_flight.clear()  # left over from requests that ended
+            try:
+                return work()
+            except DFlashError as error:  # refused, and nothing was changed
+                return error
 
-    def _use(self, lock: Lock) -> Lock:
+        result = self._alone(work_if_idle)
+        if isinstance(result, DFlashError):
+            raise result
+        return result
+
+    def stop_recording(self, reason: str) -> None:
+        """Record no further turns; does nothing if none are recorded."""
+        if self.recorder:
+            self.recorder.stop(reason)
+        self.recorder = None
+
+    # -- failures -----------------------------------------------------------------------------
+
+    def _check_not_forked(self) -> None:
         if forking.parent:
             forking.check_not_forked()
-        return lock
-
-    def _unfinished(self) -> list[RunningRequest]:
-        return [*self.scheduler.waiting, *self.scheduler.running]
-
-    def _end_abandoned(self) -> None:
-        """End requests that were cancelled or dropped, or whose time is up."""
-        now = time.perf_counter()
-        for sequence in self._unfinished():
-            if not sequence.done:
-                if sequence.cancel:
-                    sequence.abandon()
-                elif sequence.dropped:
-                    sequence.take(controller.Cancelled())
-                elif now > sequence.deadline:
-                    sequence.stats.recovery["deadline"] += 1
-                    self._processor.report(sequence, ("deadline",))
-                    sequence.take(controller.Cancelled(controller.Finish.LENGTH))
-            if sequence.done:  # also one whose release was interrupted
-                self._release(sequence)
-
-    def _discard_unread(self) -> None:
-        """Drop steps in flight if no request waits for them, unless a turn may be reading one.
-
-        A turn that begins waits for the lock, which is held here, before it looks at them.
-        """
-        if not self.scheduler.unfinished and not self._stepping.locked():
-            self.in_flight.clear()
-
-    def _begin_turn(self) -> None:
-        """Rebuild all rows if the last turn was interrupted, as by Ctrl-C.
-
-        The device state it was given back, or results it was reading, may be lost then. This is no
-        context manager: one that is interrupted as it begins or ends would keep its lock.
-        """
-        if self._interrupted:
-            with self._lock:
-                self._rebuild()
-        self._interrupted = True
 
     def _rebuild(self, error: Exception | None = None) -> None:
         """Start with a new device state: prompts and outputs are fed again.
 
         A failed step, of which `error` tells, takes the donated state with it.
+
+        Raises:
+          HostError: programs run on several hosts, which would have to do the same.
         """
+        if self.runner.executor.hosts > 1:
+            reason = f"failed ({error})" if error else "was interrupted"
+            raise HostError(f"a program of all hosts {reason}; start all hosts again") from error
+        self.stop_recording(f"a turn failed: {error}" if error else "a turn was interrupted")
         self.in_flight.clear()
         self.runner.reset()
-        for sequence in self.scheduler.running:
-            if not sequence.done:
+        for sequence in [*self.scheduler.waiting, *self.scheduler.running]:
+            if sequence.row is not None and not sequence.done:
                 sequence.rebuild(error)
             if sequence.done:
                 self._release(sequence)
             elif sequence.rebuilding:
-                needed = {*variants_of(sequence), Variant.RECOVERY}
+                needed = [*variants_of(sequence), Variant.RECOVERY]
                 self.runner.compiled.compile(needed, workers=1)
 
 
@@ -362,7 +484,8 @@ class OutputProcessor:
     """Advances the sequences of a step by what the device decided for their rows."""
 
     def __init__(self, block: int, events: EventLog):
-        self._block, self._events = block, events
+        self._block = block
+        self._events = events
 
     def process(
         self, step: InFlightStep, results: Mapping[int, RowStep], time: CallTime
@@ -377,7 +500,8 @@ class OutputProcessor:
     def _process_row(
         self, step: InFlightStep, row: int, result: RowStep, time: CallTime, updates: RowUpdates
     ) -> None:
-        sequence, prefill = step.work.sequences[row], step.work.prefill
+        sequence = step.work.sequences[row]
+        prefill = step.work.prefill
         if prefill and sequence.cursor.logprobs:
             sequence.prompt_logprobs = prompt_logprobs(sequence.request, sequence.cursor)
         if sequence.rebuilding and result.finite:
@@ -400,13 +524,13 @@ class OutputProcessor:
         tops = result.draft_top, result.target_top
         details = StepDetails(logprobs, result.drafts, result.copied, time, tops)
         event = _event(step, row, result)
-        effects = sequence.process(event, details)
+        effects = sequence.take(event, details)
         self.report(sequence, effects.notes)
         if effects.restart is Restart.SAVED and prefill:  # the row is in the saved state
-            effects = sequence.process(event, details)
+            effects = sequence.take(event, details)
             self.report(sequence, effects.notes)
         if effects.restart is Restart.CALL:
-            sequence.begin_call_retry()
+            updates.retried.append((sequence, sequence.begin_call_retry()))
         elif effects.restart:
             sequence.restart(use_cache=effects.restart is Restart.SAVED)
         elif effects.replace is not None or effects.force:
@@ -420,25 +544,10 @@ class OutputProcessor:
         if not result.finite or effects.restart is Restart.FRESH:
             updates.invalidated.append(sequence.request)
 
-    def retry_calls(self, running: Sequence[RunningRequest]) -> list[RunningRequest]:
-        """Restart requests whose call grammar is ready; return those that end without one."""
-        ended = []
-        for sequence in running:
-            compiled = sequence.call_grammar
-            if compiled is None or not compiled.done() or sequence.done:
-                continue
-            sequence.call_grammar = None
-            if error := compiled.exception():
-                log.warning("%s: a call is passed on as it is: %s", sequence.label, error)
-                sequence.take(controller.Cancelled(controller.Finish.STOP))
-                ended.append(sequence)
-            else:
-                self.report(sequence, sequence.retry_call(compiled.result()).notes)
-        return ended
-
     def report(self, sequence: RunningRequest, notes: Sequence[str]) -> None:
         """Log recovery events of a request."""
-        request, length = sequence.request, sequence.state.num_decided
+        request = sequence.request
+        length = sequence.state.num_decided
         figures = {"prompt_tokens": len(request.prompt), "output_tokens": length}
         folder = request.recovery.log_directory
         for note in notes:
@@ -465,14 +574,18 @@ def _event(
     step: InFlightStep, row: int, result: RowStep
 ) -> controller.Prefilled | controller.Stepped:
     """Return what a result means to the recovery state machine."""
-    tokens, best, odds = result.tokens, result.next_best, result.call_odds
+    tokens = result.tokens
+    best = result.replacement_token
+    odds = result.tool_call_margin
     if step.work.prefill:
         restored = step.work.sequences[row].cursor.num_cached > 0
         return controller.Prefilled(tokens[0], best, result.finite, restored, odds)
     work = step.work
-    drafts, block = 0, 0
+    drafts = 0
+    block = 0
     if row in work.drafting:
-        drafts, block = result.num_drafts, 1 + work.drafting[row]
+        drafts = result.num_drafts
+        block = 1 + work.drafting[row]
     return controller.Stepped(
         tokens,
         result.finite,
@@ -483,44 +596,3 @@ def _event(
         block,
         rows=len(work.sequences),
     )
-
-
-class TurnDriver:
-    """Runs an engine's turns in a thread while requests are awaited in event loops."""
-
-    def __init__(self, core: EngineCore):
-        self.core, self._lock = core, threading.Lock()
-        self._attached: dict[Notify, RunningRequest] = {}
-
-    def attach(self, sequence: RunningRequest, notify: Notify) -> None:
-        """Run turns until a request ended.
-
-        Args:
-          notify: called in the thread after every turn, with the error if the turn failed, which
-            ends all attached requests.
-        """
-        with self._lock:
-            idle = not self._attached
-            self._attached[notify] = sequence
-        if idle:  # a daemon, as one turn may compile
-            threading.Thread(target=self._run, name="async", daemon=True).start()
-
-    def _run(self) -> None:
-        ended = False
-        while not ended:
-            failure: BaseException | None = None
-            try:
-                self.core.step()
-            except BaseException as error:  # nothing may end this thread silently
-                failure = error
-            with self._lock:
-                told = list(self._attached.items())
-                for notify, sequence in told:
-                    if failure or sequence.done:
-                        del self._attached[notify]
-                ended = not self._attached
-            for notify, sequence in told:
-                try:
-                    notify(failure)
-                except RuntimeError:  # the event loop is closed
-                    sequence.dropped = True

@@ -1,7 +1,8 @@
 """The engine: generate answers or submit requests on a target and its drafter.
 
 Any thread may submit, cancel and iterate over requests. One thread at a time runs steps; others
-wait for it. A server calls `advance` in a thread of its own while `core.busy`.
+wait for it, and their requests, cancellations and deadlines take effect where the next step begins.
+A server calls `advance` in a thread of its own while `core.busy`.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from collections.abc import (
 from typing import Any, Literal, Self, Unpack, overload
 
 from dflash_jax.engine import break_even, vocabulary
-from dflash_jax.engine.core import EngineCore, TurnDriver
+from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import CancelCell, Prompt, Request, make_requests
 from dflash_jax.engine.result import Piece, Result, Stats
@@ -26,9 +27,10 @@ from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.sampling_params import SamplingOptions, SamplingParams
 from dflash_jax.engine.scheduler import variants_of
 from dflash_jax.engine.structured.grammars import CallGrammars, Grammars
+from dflash_jax.engine.turns.turn_driver import TurnDriver
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph.build import WORKERS
-from dflash_jax.graph.executor import Executor, LocalExecutor
+from dflash_jax.graph.executor import Executor
 from dflash_jax.graph.graph import Graph
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.steps.pair import Params
@@ -53,11 +55,11 @@ class RequestHandle:
 
     Attributes:
       sequence: the engine's own.
-      queued: whether the engine has the request; set by `Engine.enqueue`.
     """
 
     def __init__(self, sequence: RunningRequest, driver: TurnDriver):
-        self.sequence, self.queued, self._driver = sequence, False, driver
+        self.sequence = sequence
+        self._driver = driver
 
     @property
     def number(self) -> int:
@@ -90,9 +92,9 @@ class RequestHandle:
         return self.sequence.output.ids
 
     @property
-    def num_fed(self) -> int:
+    def num_computed(self) -> int:
         """Prompt tokens computed, or restored from the prefix cache, so far."""
-        return self.sequence.cursor.num_fed
+        return self.sequence.cursor.num_computed
 
     @property
     def num_cached(self) -> int:
@@ -119,9 +121,9 @@ class RequestHandle:
           RequestError: the request was prepared but not queued, or its grammar gave up.
           ComputeError: the device or the target's numbers broke.
         """
-        if self.sequence.dropped:
-            self.close()
         end = math.inf if timeout is None else time.monotonic() + timeout
+        if not self.done and not self._driver.core.inbox.empty:
+            self._driver.core.settle()
         while not self.done:
             if time.monotonic() >= end:
                 raise TimeoutError(f"the request still runs after {timeout} s; ask again, or close")
@@ -130,37 +132,44 @@ class RequestHandle:
 
     def close(self) -> None:
         """End the request if it still runs; `result` then has its output so far."""
-        self._driver.core.cancel(self.sequence)
+        self._driver.core.close([self.sequence])
+
+    def _drop(self) -> None:
+        """Have the next turn end the request; takes no lock."""
+        if self.sequence.queued and not self.sequence.done:
+            self._driver.core.inbox.end(self.sequence.number, "dropped")
 
     def __del__(self) -> None:
-        self.sequence.dropped = True
+        self._drop()
 
     def __iter__(self) -> Iterator[Piece]:
-        given = 0
+        num_read = 0
         try:
             while True:
                 done = self.done  # before looking: another thread may run turns
-                while given < len(self.pieces):
-                    given += 1
-                    yield self.pieces[given - 1]
+                while num_read < len(self.pieces):
+                    num_read += 1
+                    yield self.pieces[num_read - 1]
                 if done:
                     self.result()
                     return
                 self._advance()
         except GeneratorExit:
-            self.sequence.dropped = True
+            self._drop()
             raise
         except BaseException:
             self.close()
             raise
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        loop, news, given = asyncio.get_running_loop(), asyncio.Event(), 0
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+        num_read = 0
         failures: list[BaseException] = []
 
         def notify(failure: BaseException | None) -> None:
             failures.extend([failure] if failure else ())
-            if failure or self.done or len(self.pieces) > given:
+            if failure or self.done or len(self.pieces) > num_read:
                 loop.call_soon_threadsafe(news.set)
 
         try:
@@ -169,9 +178,9 @@ class RequestHandle:
             while True:
                 news.clear()
                 done = self.done  # before looking: a thread runs turns
-                while given < len(self.pieces):
-                    given += 1
-                    yield self.pieces[given - 1]
+                while num_read < len(self.pieces):
+                    num_read += 1
+                    yield self.pieces[num_read - 1]
                 if done:
                     self.result()
                     return
@@ -179,7 +188,7 @@ class RequestHandle:
                     raise failures[0]
                 await news.wait()
         finally:
-            self.sequence.dropped = True  # without effect on a request that ended
+            self._drop()
 
     def __await__(self) -> Generator[Any, None, Result]:
         return self._wait().__await__()
@@ -190,7 +199,7 @@ class RequestHandle:
         return self.result()
 
     def _check_queued(self) -> None:
-        if not self.queued:
+        if not self.sequence.queued:
             raise RequestError("the request is not queued; give it to `Engine.enqueue` first")
 
     def _advance(self) -> None:
@@ -208,13 +217,12 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         progress: bool = False,
-        executor: Executor | None = None,
     ):
         """Put parameters on their device; compile nothing.
 
         Args:
           graph: modules and plan.
-          params: of both models, by role; NumPy or JAX arrays. An `executor` has its own instead.
+          params: of both models, by role; NumPy or JAX arrays.
           tokenizer: without one, prompts are token ids.
           progress: announce on standard error what takes longer than two seconds.
 
@@ -222,9 +230,12 @@ class Engine:
           ForkedProcessError: JAX runs in the parent of this process. Other methods raise it, too.
         """
         forking.check_not_forked()
-        self.graph, self.plan, self._target = graph, graph.plan, graph.config
-        self.tokenizer, self._progress = tokenizer, progress
-        runner = ModelRunner(graph, executor or LocalExecutor(graph, params))
+        self.graph = graph
+        self.plan = graph.plan
+        self._target = graph.config
+        self.tokenizer = tokenizer
+        self._progress = progress
+        runner = ModelRunner(graph, Executor(graph, params))
         grammars = Grammars(tokenizer, self._target.vocab_size, graph.stop_tokens)
         call_grammars = CallGrammars(
             grammars, lambda missing: runner.compiled.compile(missing, workers=1), tokenizer
@@ -233,7 +244,8 @@ class Engine:
         self._driver = TurnDriver(self.core)
 
     def __repr__(self) -> str:
-        plan, drafts = self.plan, self.graph.pair.drafter is not None
+        plan = self.plan
+        drafts = self.graph.pair.drafter is not None
         kind = f"{self.graph.drafter_name} drafter" if drafts else "no drafter"
         block = f", block {plan.block}" if drafts else ""
         target = f"{self.graph.target_name} target of {self.graph.config.num_layers} layers"
@@ -272,16 +284,19 @@ class Engine:
         params = SamplingParams.of(params, options)
         sequences: list[RunningRequest] = []
         try:
-            for request in [r for p in prompts for r in self._requests(p, params, n)]:
-                sequences.append(sequence := self._sequence(request, cancel))
-                sequence.delay(self.warm_up(*variants_of(sequence), *self._optional_variants()))
-                while not self.core.try_add([sequence]):
-                    self.advance()
+            for requests in [self._requests(prompt, params, n) for prompt in prompts]:
+                group: int | None = None
+                for request in requests:
+                    sequence = self._sequence(request, cancel=cancel, group=group)
+                    group = sequence.group
+                    sequences.append(sequence)
+                    sequence.delay(self.warm_up(*variants_of(sequence), *self._optional_variants()))
+                    while not self.core.try_add([sequence]):
+                        self.advance()
             while not all(sequence.done for sequence in sequences):
                 self.advance()
         finally:
-            for sequence in sequences:
-                self.core.cancel(sequence)
+            self.core.close(sequences)
         return [sequence.result() for sequence in sequences]
 
     def submit(
@@ -449,8 +464,12 @@ class Engine:
         missing programs of `RequestHandle.variants`, unless another thread did before. Log lines
         name the requests by `label`.
         """
-        requests = self._requests(prompt, SamplingParams.of(params, options), n)
-        return [RequestHandle(self._sequence(x, cancel, label), self._driver) for x in requests]
+        handles: list[RequestHandle] = []
+        for request in self._requests(prompt, SamplingParams.of(params, options), n):
+            group = handles[0].number if handles else None
+            sequence = self._sequence(request, cancel=cancel, label=label, group=group)
+            handles.append(RequestHandle(sequence, self._driver))
+        return handles
 
     def enqueue(self, handles: list[RequestHandle]) -> list[RequestHandle]:
         """Queue prepared requests, all of them or none.
@@ -461,8 +480,6 @@ class Engine:
         for handle in handles:
             handle.delay(self.warm_up(*handle.variants, *self._optional_variants()))
         self.core.add([handle.sequence for handle in handles])
-        for handle in handles:
-            handle.queued = True
         return handles
 
     def advance(self) -> None:
@@ -470,8 +487,9 @@ class Engine:
         self.core.step()
 
     def close(self) -> None:
-        """End all processes and wait until prefixes are on disk; without hosts, it stays usable."""
-        self.core.tidy()
+        """End processes that try grammars, and wait until prefixes are on disk; it stays usable."""
+        self.core.settle()
+        self.core.stop_recording("the engine was closed")
         self.core.grammars.close()
         self.core.runner.close()
 
@@ -537,28 +555,36 @@ class Engine:
 
     def _optional_variants(self) -> list[Variant]:
         """Return the variant that feeds long prompts faster, once it would have been worth it."""
-        runner, enough = self.core.runner, self.core.runner.slow_tokens >= SLOW_TOKENS
+        runner = self.core.runner
+        enough = self.core.runner.slow_tokens >= SLOW_TOKENS
         missing = enough and not runner.compiled.wanted(Variant.CHUNKS)
         return [Variant.CHUNKS] if missing and not self.core.busy else []
 
     def _requests(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Request]:
         if forking.parent:
             forking.check_not_forked()
-        parts, drafts = (self.plan, self._target, self.tokenizer), self.graph.pair.drafter
+        parts = (self.plan, self._target, self.tokenizer)
+        drafts = self.graph.pair.drafter
         return make_requests(prompt, params, n, *parts, drafts=drafts is not None)
 
     def _sequence(
-        self, request: Request, cancel: CancelCell | None, label: str = ""
+        self,
+        request: Request,
+        *,
+        cancel: CancelCell | None = None,
+        label: str = "",
+        number: int | None = None,
+        group: int | None = None,
     ) -> RunningRequest:
         structure = request.params.structured
-        retry = request.recovery.call_retry and self.core.grammars.available
         return RunningRequest(
             request,
             self.tokenizer,
             None if structure is None else self.core.grammars.make(structure),
             cancel=cancel,
             label=label,
-            call_grammars=self.core.call_grammars if retry else None,
-            break_even=self.core.meter.value if self.plan.exact else None,
-            acceptance=self.core.acceptance,
+            number=number,
+            group=group,
+            retries_calls=request.recovery.call_retry and self.core.grammars.available,
+            stops_drafting=self.plan.exact,
         )

@@ -15,15 +15,20 @@ from pathlib import Path
 logger = logging.getLogger("dflash_jax.recovery")
 logger.addHandler(logging.NullHandler())
 
-NAME, OLD = "recovery.jsonl", "recovery.jsonl.1"
+NAME = "recovery.jsonl"
+OLD = "recovery.jsonl.1"
 CAP = 2**20  # bytes of one file; one older file is kept
 
 
 class EventLog:
-    """Reports events of one engine to the logger, and to a file if a directory is given."""
+    """Reports events of one engine to the logger, and to files in directories.
+
+    Attributes:
+      failures: number of events that a file or a handler failed to take.
+    """
 
     def __init__(self) -> None:
-        self.failures = 0  # events that a file or a handler failed to take
+        self.failures = 0
 
     def report(
         self,
@@ -38,14 +43,18 @@ class EventLog:
 
         Args:
           request: number of the request in this process.
-          label: what its caller calls it, such as the id in an HTTP response.
+          label: the caller's name of the request, such as the id in an HTTP response.
+          directory: the directory of a file that takes the event too.
+          figures: numbers to report with the event.
         """
-        named = {"id": label} if label else {}
-        record = {"event": kind, "request": request} | named | figures
-        known = ", ".join(f"{name} {value}" for name, value in figures.items())
+        record: dict[str, str | int] = {"event": kind, "request": request}
+        if label:
+            record["id"] = label
+        record |= figures
+        described = ", ".join(f"{name} {value}" for name, value in figures.items())
         try:
             logger.info(
-                "%s recovery: %s (%s)", label or request, kind, known, extra={"dflash": record}
+                "%s recovery: %s (%s)", label or request, kind, described, extra={"dflash": record}
             )
         except Exception:  # handlers are user code
             self.failures += 1
@@ -79,13 +88,14 @@ def append(directory: Path, line: str) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: int) -> Iterator[int]:
+    """Open the event file of a folder, which is given by a descriptor, and check it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe must not block
     file = os.open(NAME, flags, 0o600, dir_fd=folder)
     try:
-        found = os.fstat(file)
-        ours = not hasattr(os, "getuid") or found.st_uid == os.getuid()
-        if not (stat.S_ISREG(found.st_mode) and ours and found.st_nlink == 1):
+        status = os.fstat(file)
+        is_ours = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+        if not (stat.S_ISREG(status.st_mode) and is_ours and status.st_nlink == 1):
             raise OSError(f"{NAME} is not a plain file of ours")
         yield file
     finally:

@@ -31,7 +31,14 @@ from dflash_jax.graph.keys import (
     Variant,
 )
 from dflash_jax.graph.programs import is_multi_step
-from dflash_jax.graph.state import Logprobs, RowStep, StepOutput, read_output
+from dflash_jax.graph.state import (
+    Logprobs,
+    PromptPart,
+    RowStep,
+    StepOutput,
+    prompt_arrays,
+    read_output,
+)
 from dflash_jax.graph.steps import forced_tokens
 from dflash_jax.graph.steps.forced_tokens import ForcedTokens
 from dflash_jax.graph.steps.inputs import (
@@ -61,7 +68,8 @@ class InFlightStep:
         """Wait for outputs that are still wanted; yield the results of each step, by row."""
         for first, rows, output in self.outputs:
             if any(map(self.work.waits, rows)):
-                steps, now = read_output(output), time.perf_counter()
+                steps = read_output(output)
+                now = time.perf_counter()
                 for at, step in enumerate(steps):
                     results = {row: step[row - first] for row in rows}
                     yield CallTime(now, len(steps) - at), results
@@ -69,12 +77,13 @@ class InFlightStep:
     def logprobs(self, row: int) -> list[TokenLogprob]:
         """Return a row's log-probabilities, with the alternatives that its request asks for."""
         output, place = next((x, row - first) for first, rows, x in self.outputs if row in rows)
-        found, most = output.logprobs, self.work.sequences[row].request.params.logprobs
-        if found is None or most is None:
+        logprobs = output.logprobs
+        most = self.work.sequences[row].request.params.logprobs
+        if logprobs is None or most is None:
             return []
         packed: Any = np.asarray(output.packed)
         tokens = dataclasses.replace(output, packed=packed).tokens[place]
-        return _named(tokens.tolist(), found, place, most)
+        return _named(tokens.tolist(), logprobs, place, most)
 
 
 class ModelRunner:
@@ -85,16 +94,21 @@ class ModelRunner:
     """
 
     def __init__(self, graph: PlannedPair, executor: Executor):
-        self.graph, self.plan, self.executor = graph, graph.plan, executor
-        plan, vocab = graph.plan, graph.config.vocab_size
+        self.graph = graph
+        self.plan = graph.plan
+        self.executor = executor
+        plan = graph.plan
+        vocab = graph.config.vocab_size
         self._mask_words = mask_words(vocab)
-        self.compiled = CompiledPrograms(executor.programs, executor.compile, plan.kernels)
-        self._fed_rows = plan.fed_rows
+        self.compiled = CompiledPrograms(executor.programs, kernels=plan.kernels)
+        self.in_use: set[ProgramKey] = set()  # compiled programs of which turns were told
+        self._prefill_rows = plan.prefill_rows
         self.slow_tokens = 0  # of prompts, that wide calls would have fed faster so far
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self.state: Any = executor.empty_state()
         self.prefixes = self._make_prefixes(executor.params)
-        self._masks = MaskThread()
+        # Hosts with other clocks would decide otherwise.
+        self._masks = MaskThread(gives_up=executor.hosts == 1)
         # By step and kind of requests: looked up in every call.
         self._keys = {(x, v): graph.key(x, v) for x in STEPS for v in STEP_VARIANTS}
         self._neutral_masks: dict[tuple[int, ...], Any] = {}  # by shape
@@ -141,56 +155,63 @@ class ModelRunner:
         copy its row. Last chunks are fed to each row, as they decide a token, and so are prompts
         whose log-probabilities are wanted.
         """
-        if self._fed_rows == self.plan.rows:
+        if self._prefill_rows == self.plan.rows:
             for row, sequence in work.sequences.items():
                 self._restore(row, sequence.cursor)
             yield from self._feed(work, work.sequences, first=0)
             return
-        fed: dict[tuple[int, int], tuple[int, int]] = {}  # rows and tokens by prompt and position
+        fed: dict[tuple[int, int], tuple[int, int]] = {}  # rows and tokens by group and position
         for row, sequence in work.sequences.items():
             cursor = sequence.cursor
             self._restore(row, cursor)
-            start, place = cursor.num_fed, (id(cursor.prompt), cursor.num_fed)
+            start = cursor.num_computed
+            place = (sequence.group, cursor.num_computed)
             scores = sequence.request.params.prompt_logprobs is not None
             from_row, count = fed.get(place, (row, 0))
             if count and not scores and start + count < len(cursor.prompt):
                 copied = CopyRowInputs(np.int32(from_row), np.int32(row))
                 self._change_rows(Step.COPY_ROW, copied)
-                cursor.num_fed += count
+                cursor.num_computed += count
                 self._keep(row, cursor, start)
             else:
                 yield from self._feed(work, {row: sequence}, first=row)
-                fed[place] = row, cursor.num_fed - start
+                fed[place] = row, cursor.num_computed - start
 
     def _feed(
         self, work: SchedulerOutput, sequences: Mapping[int, RunningRequest], *, first: int
     ) -> Iterator[Output]:
         """Dispatch one prefill call for rows from `first` on."""
-        rows, chunk = self._fed_rows, self.plan.chunk
+        rows = self._prefill_rows
+        width = self.plan.chunk
+        most = width
         several = self._wide_part(work, sequences.values())
-        width, most = (self.graph.wide_prefill, several) if several else (chunk, chunk)
-        tokens, num_fed = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
-        fresh = np.zeros(rows, bool)
-        starts = {row: sequence.cursor.num_fed for row, sequence in sequences.items()}
+        if several:
+            width = self.graph.wide_prefill
+            most = several
+        parts: dict[int, PromptPart] = {}
         last = []
         for row, sequence in sequences.items():
-            cursor, at = sequence.cursor, row - first
-            part = cursor.prompt[starts[row] : starts[row] + most]
-            tokens[at, : len(part)], num_fed[at], fresh[at] = part, len(part), starts[row] == 0
+            cursor = sequence.cursor
+            start = cursor.num_computed
+            tokens = cursor.prompt[start : start + most]
+            parts[row] = PromptPart(row - first, start, tokens)
             if sequence.request.params.prompt_logprobs is not None:
                 self._prompt_logprobs(row, cursor)
-            cursor.num_fed += len(part)
+            cursor.num_computed += len(tokens)
             if sequence.prefilled:
                 last.append(row)
                 self.set_logits_state(row, sequence)
-        row = np.int32(first) if rows < self.plan.rows else None
-        inputs = PrefillInputs(tokens, num_fed, fresh, work.rules, row=row)
+        inputs = PrefillInputs(
+            *prompt_arrays(parts.values(), rows, width),
+            work.rules,
+            row=np.int32(first) if rows < self.plan.rows else None,
+        )
         if several:
             output = self._dispatch(ProgramKey(Step.PREFILL_WIDE), inputs)
         else:
             output = self.step(Step.PREFILL, work, inputs, last, first=first)
         for row, sequence in sequences.items():
-            self._keep(row, sequence.cursor, starts[row])
+            self._keep(row, sequence.cursor, parts[row].position)
         if last:
             yield first, tuple(last), output
 
@@ -203,11 +224,11 @@ class ModelRunner:
             return 0
         (sequence,) = sequences
         cursor = sequence.cursor
-        left = len(cursor.prompt) - cursor.num_fed
-        count = self.graph.wide_part(cursor.num_fed, left, work.variant)
+        left = len(cursor.prompt) - cursor.num_computed
+        count = self.graph.wide_part(cursor.num_computed, left, work.variant)
         if not count or sequence.request.params.prompt_logprobs is not None:
             return 0
-        if ProgramKey(Step.PREFILL_WIDE) in self.executables:
+        if ProgramKey(Step.PREFILL_WIDE) in self.in_use:
             return count
         self.slow_tokens += self.plan.chunk
         return 0
@@ -249,31 +270,37 @@ class ModelRunner:
             self._logits.keep(logits_state)
         return output
 
-    def exchange(self, params: Any) -> None:
+    def swap_params(self, params: Any) -> None:
         """Replace the parameters while nothing runs, and drop all cached prefixes.
 
         Raises:
           CheckpointError: they do not fit; the engine keeps its own.
         """
         placed = self.executor.replacement(params)
-        self.executor.params, self.prefixes = placed, self._make_prefixes(placed)
+        prefixes = self._make_prefixes(placed)
+        self.executor.params = placed
+        self.prefixes = prefixes
 
     # -- changes of rows ----------------------------------------------------------------------
 
     def set_logits_state(self, row: int, sequence: RunningRequest) -> None:
         """Set a row's penalties, biases and counts to those of a request so far."""
-        if program := self.executables.get(ProgramKey(Step.SET_LOGITS_STATE)):
+        key = ProgramKey(Step.SET_LOGITS_STATE)
+        if key in self.in_use:
+            program = self.executables[key]
             self._logits.set_row(program, row, sequence.request, sequence.state.ids)
 
     def force_tokens(self, forced: Mapping[int, ForcedTokens]) -> None:
         """Replace pending tokens of rows and append others; all of the rows must be frozen."""
-        rows, block = self.plan.rows, self.plan.block
+        rows = self.plan.rows
+        block = self.plan.block
         for inputs in forced_tokens.blocks(rows, block, forced):
             self.run(ProgramKey(Step.FORCED_TOKENS), inputs)
 
     def _prompt_logprobs(self, row: int, cursor: PromptCursor) -> None:
         """Dispatch the log-probabilities of the next chunk of a prompt."""
-        start, places = cursor.num_fed, np.zeros((1, self.plan.chunk + 1), np.int32)
+        start = cursor.num_computed
+        places = np.zeros((1, self.plan.chunk + 1), np.int32)
         part = cursor.prompt[start : start + places.size]
         places[0, : len(part)] = part
         fresh = np.array([start == 0])
@@ -309,10 +336,9 @@ class ModelRunner:
             self.prefixes.cache.clear()  # segments may have been cut from the lost state
 
     def close(self) -> None:
-        """Wait until prefixes are on disk, and end the executor's processes."""
+        """Wait until prefixes are on disk."""
         if self.prefixes and self.prefixes.disk:
             self.prefixes.disk.flush()
-        self.executor.close()
 
     def _change_rows(self, step: Step, inputs: Any) -> None:
         self.state, _, _ = self.executables[ProgramKey(step)](None, self.state, None, inputs)
@@ -326,13 +352,14 @@ class ModelRunner:
         grammars are given by their places in the inputs.
         """
         prefill = step == Step.PREFILL
-        rows = self._fed_rows if prefill else self.plan.rows
+        rows = self._prefill_rows if prefill else self.plan.rows
         width = self.plan.plain_width if step == Step.PLAIN else self.plan.block
         shape = (rows, 1 if prefill else width, self._mask_words)
         if step == Step.SPECULATIVE:
             program = self.executables[ProgramKey(Step.DRAFT, Variant.CONSTRAINED)]
             self.state, _, draft = program(self.executor.params, self.state, None, inputs)
-            step, inputs = Step.VERIFY, dataclasses.replace(inputs, draft=draft)
+            step = Step.VERIFY
+            inputs = dataclasses.replace(inputs, draft=draft)
         if not any(grammar for _, grammar in grammars.values()):
             return step, dataclasses.replace(inputs, masks=self._all_allowed(shape))
         drafts = np.zeros((self.plan.rows, 0), np.int32)
@@ -359,7 +386,8 @@ class ModelRunner:
         if not self.plan.prefix_cache:
             return None
         name = functools.partial(identity, self.graph, params)
-        return PrefixStore(self.plan, self.compiled.programs, name)
+        hosts = self.executor.hosts
+        return PrefixStore(self.plan, self.compiled.programs, name, hosts=hosts)
 
 
 class LogitsProcessor:
@@ -374,7 +402,8 @@ class LogitsProcessor:
     """
 
     def __init__(self, vocab: int, empty: Callable[[], LogitsState]):
-        self._vocab, self._empty = vocab, empty
+        self._vocab = vocab
+        self._empty = empty
         self._state: LogitsState | None = None
         self._changed: set[int] = set()  # rows that are not neutral
 
@@ -401,8 +430,12 @@ class LogitsProcessor:
         params = request.params
         if not params.penalized and row not in self._changed:
             return
-        self._changed.add(row) if params.penalized else self._changed.discard(row)
-        bias, prompt = np.zeros(self._vocab, np.float32), np.zeros(self._vocab, bool)
+        if params.penalized:
+            self._changed.add(row)
+        else:
+            self._changed.discard(row)
+        bias = np.zeros(self._vocab, np.float32)
+        prompt = np.zeros(self._vocab, bool)
         for token, value in (params.logit_bias or {}).items():
             bias[token] = value
         prompt[list(request.prompt)] = True
@@ -421,20 +454,22 @@ class LogitsProcessor:
 
 def prompt_logprobs(request: Request, cursor: PromptCursor) -> list[TokenLogprob]:
     """Return the log-probabilities of a prompt that was fed; its first token has none."""
-    (first, *rest), most = request.prompt, request.params.prompt_logprobs
-    known, at = [TokenLogprob(first, None, ())], 0
-    for found in cursor.logprobs if most is not None else ():
-        part = rest[at : at + found.chosen.shape[1]]
-        known += _named(part, found, 0, most or 0)
+    first, *rest = request.prompt
+    most = request.params.prompt_logprobs
+    known = [TokenLogprob(first, None, ())]
+    at = 0
+    for logprobs in cursor.logprobs if most is not None else ():
+        part = rest[at : at + logprobs.chosen.shape[1]]
+        known += _named(part, logprobs, 0, most or 0)
         at += len(part)
     return known
 
 
-def _named(tokens: Sequence[int], found: Logprobs, row: int, most: int) -> list[TokenLogprob]:
+def _named(tokens: Sequence[int], logprobs: Logprobs, row: int, most: int) -> list[TokenLogprob]:
     """Return the log-probabilities of a row's first places, with their tokens."""
-    chosen = np.asarray(found.chosen)[row].tolist()
-    ids = np.asarray(found.top_ids)[row, :, :most].tolist()
-    values = np.asarray(found.top)[row, :, :most].tolist()
+    chosen = np.asarray(logprobs.chosen)[row].tolist()
+    ids = np.asarray(logprobs.top_ids)[row, :, :most].tolist()
+    values = np.asarray(logprobs.top)[row, :, :most].tolist()
     return [
         TokenLogprob(token, logprob, tuple(zip(i, x, strict=True)))
         for token, logprob, i, x in zip(tokens, chosen, ids, values, strict=False)

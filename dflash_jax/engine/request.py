@@ -6,14 +6,14 @@ Imported without JAX, so that a command can check options before it loads anythi
 import dataclasses
 import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.sampling_params import SEEDS, SamplingParams
 from dflash_jax.engine.state_machine import OFF, Recovery
-from dflash_jax.engine.state_machine.words import NO_WORDS, Words
-from dflash_jax.engine.vocabulary import words_of
+from dflash_jax.engine.state_machine.output_vocabulary import NO_VOCABULARY, OutputVocabulary
+from dflash_jax.engine.vocabulary import vocabulary_of
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import ResolvedPlan
 from dflash_jax.tokenizer import Tokenizer
@@ -25,20 +25,39 @@ DEFAULTS = SamplingParams()
 
 
 class CancelCell:
-    """A flag that ends a request, with the reason. Any thread may set it; it is never cleared."""
+    """A flag that ends requests, with the reason. Any thread may set it; it is never cleared."""
 
-    __slots__ = ("reason",)
+    __slots__ = ("_ends", "reason")
 
     def __init__(self) -> None:
         self.reason: CancelReason | None = None
+        # Functions to call with the reason, by the number of the request that each ends.
+        self._ends: dict[int, Callable[[CancelReason], object]] = {}
 
     def cancel(self, reason: CancelReason = "client_abort") -> None:
-        """Request the end; the first reason is kept."""
+        """Set the flag. The first reason is kept."""
         self.reason = self.reason or reason
+        for end in list(self._ends.values()):
+            end(self.reason)
 
     def __bool__(self) -> bool:
         """Whether the flag is set."""
         return self.reason is not None
+
+    def watch(self, number: int, end: Callable[[CancelReason], object]) -> None:
+        """Call a function with the reason once the flag is set.
+
+        Args:
+          number: number of a request that runs.
+          end: ends the request.
+        """
+        self._ends[number] = end
+        if self.reason is not None:
+            end(self.reason)
+
+    def forget(self, number: int) -> None:
+        """Forget a request that ended, so that nothing is called for it."""
+        self._ends.pop(number, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,10 +71,11 @@ class Request:
     prompt: tuple[int, ...]  # token ids, at least one
     params: SamplingParams = DEFAULTS
     seed: int = 0  # of the random numbers, from 0 to `SEEDS` - 1
-    stop_ids: frozenset[int] = frozenset()  # of the options and, unless ignored, of the model
+    # End tokens of the options and, unless the options ignore them, of the model.
+    stop_ids: frozenset[int] = frozenset()
     speculative: bool = True  # whether drafts are wanted and there is a drafter
     recovery: Recovery = OFF  # the rules that apply
-    words: Words = NO_WORDS  # the model's vocabulary as those rules need it
+    vocabulary: OutputVocabulary = NO_VOCABULARY  # the model's vocabulary as those rules need it
     tools: tuple[Tool, ...] = ()  # declared tools, in whose calls no stop string counts
 
     def __post_init__(self) -> None:
@@ -86,8 +106,11 @@ def make_requests(
 ) -> list[Request]:
     """Return the requests of n answers to a prompt; answer i draws with seed + i.
 
+    Args:
+      drafts: whether the engine has a drafter.
+
     Raises:
-      RequestError: they cannot be served by this model under this plan.
+      RequestError: this model cannot serve them under this plan.
     """
     if type(n) is not int or n < 1:
         raise RequestError(f"n is {n!r}; expected an integer of at least 1")
@@ -99,7 +122,8 @@ def make_requests(
         raise RequestError(
             "stop has texts, but this model ships no tokenizer.json; give stop_token_ids"
         )
-    if outside := [i for i in params.logit_bias or () if not 0 <= i < target.vocab_size]:
+    outside = [token for token in params.logit_bias or () if not 0 <= token < target.vocab_size]
+    if outside:
         raise RequestError(
             f"logit_bias names {outside[:5]}; the target knows 0 to {target.vocab_size - 1}"
         )
@@ -108,18 +132,21 @@ def make_requests(
         recovery = dataclasses.replace(recovery, min_tokens=params.min_tokens)
     if params.structured is not None:
         recovery = recovery.for_structure()
-    words, tools = NO_WORDS, ()
+    vocabulary = NO_VOCABULARY
+    tools = ()
     if recovery != OFF or params.tools or params.tool_choice:
-        words = words_of(tokenizer, ids, recovery, params.tools, params.tool_choice)
+        vocabulary = vocabulary_of(tokenizer, ids, recovery, params.tools, params.tool_choice)
         tools = tools_of(params.tools)
-    ends = () if params.ignore_eos else target.eos_token_ids
+    stop_ids = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        stop_ids.update(target.eos_token_ids)
     first = Request(
         prompt=ids,
         params=params,
-        stop_ids=frozenset((*ends, *(params.stop_token_ids or ()))),
+        stop_ids=frozenset(stop_ids),
         speculative=drafts and params.speculative and params.block_size != 1,
         recovery=recovery,
-        words=words,
+        vocabulary=vocabulary,
         tools=tools,
     )
     check_fits(first, plan, target)
@@ -128,15 +155,16 @@ def make_requests(
 
 
 def check_fits(request: Request, plan: ResolvedPlan, target: TargetConfig) -> None:
-    """Raise RequestError for a request the plan has no room for."""
-    block, most = request.params.block_size, request.max_tokens
+    """Raise RequestError for a request that the plan has no room for."""
     if request.max_length > plan.max_length:
         raise RequestError(
-            f"the prompt has {len(request.prompt)} tokens and max_tokens is {most}: together"
+            f"the prompt has {len(request.prompt)} tokens and max_tokens is"
+            f" {request.max_tokens}: together"
             f" {request.max_length}, but the plan holds {plan.max_length}. Lower max_tokens,"
             " shorten the prompt, or load with a larger max_length (the target allows"
             f" {target.max_length})"
         )
+    block = request.params.block_size
     if block is not None and block > plan.block:
         raise RequestError(
             f"block_size is {block}, but the plan's blocks have {plan.block} tokens;"
@@ -155,10 +183,12 @@ def token_ids(
     """Return the ids of a prompt given as text or as ids.
 
     Args:
-      max_length: tokens the plan holds; a text that certainly has more is refused unencoded.
+      max_length: number of tokens that the plan holds. A text that certainly has more is refused
+        before it is encoded.
 
     Raises:
-      RequestError: neither, no tokenizer for a text, or ids the model has no embedding for.
+      RequestError: the prompt is neither, there is no tokenizer for a text, or the model has no
+        embedding for some ids.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -174,7 +204,8 @@ def token_ids(
         ids = tuple(operator.index(i) for i in items)
     except (TypeError, ValueError) as error:
         raise RequestError(f"the prompt is {prompt!r}; expected a text or a list of ids") from error
-    if outside := [i for i in ids if not 0 <= i < vocab_size]:
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
         raise RequestError(
             f"token ids {outside[:5]} are out of range; the target knows 0 to {vocab_size - 1}"
         )

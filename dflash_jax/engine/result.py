@@ -18,7 +18,8 @@ class TokenLogprob:
 
     token_id: int
     logprob: float | None  # None for a forced token, and for the first of a prompt
-    top: tuple[tuple[int, float], ...]  # the most likely tokens at its position, best first
+    # Ids and log-probabilities of the most likely tokens at its position, best first.
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,19 +36,24 @@ class Piece:
 
 @dataclasses.dataclass(kw_only=True)
 class Stats:
-    """Statistics of a request. Times in seconds.
+    """Statistics of a request.
 
     Attributes:
-      rounds: draft-verify rounds that committed at least one token.
-      plain_steps: steps without drafting that committed a token.
-      drafted: number of drafts that were verified; `Plan.min_survival` leaves some out.
-      copied: number of them that were copied from the text, see `Plan.ngram`.
-      acceptance_lengths: tokens committed per round, bonus token included.
-      drafts_per_round: drafts verified in each round.
-      accepted_per_position: rounds in which the draft at each position was accepted.
-      prefill_s: from the start of the prompt to the first token.
-      decode_s: from the first token to the last.
-      compile_s: spent compiling programs for this request; 0 once the engine is warm.
+      prompt_tokens: number of tokens of the prompt.
+      cached_tokens: number of tokens of the prompt that were restored from the prefix cache.
+      output_tokens: number of tokens of the output.
+      rounds: number of draft-verify rounds that committed at least one token.
+      plain_steps: number of steps without drafting that committed a token.
+      drafted: number of drafts that were verified; `Plan.confidence_threshold` leaves some out.
+      accepted: number of drafts that the target accepted.
+      copied: number of drafts that the n-gram drafter copied from earlier text, see `Plan.ngram`.
+      acceptance_lengths: number of tokens that each round committed, bonus token included.
+      drafts_per_round: number of drafts that were verified in each round.
+      accepted_per_position: number of rounds that accepted the draft at each position.
+      first_token_s: seconds from submission to the first token, queueing and compiling included.
+      prefill_s: seconds from the start of the prompt to the first token.
+      decode_s: seconds from the first token to the last.
+      compile_s: seconds spent compiling programs for this request; 0 once the engine is warm.
       fallbacks: reasons for rounds without drafts, with counts; among them "empty_retry", an answer
         without visible output that was decoded again without drafts, and the outcome of that:
         "empty_retry_recovered" or "empty_retry_confirmed_eos".
@@ -56,7 +62,7 @@ class Stats:
     """
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, restored from the prefix cache
+    cached_tokens: int = 0
     output_tokens: int = 0
     rounds: int = 0
     plain_steps: int = 0
@@ -66,7 +72,7 @@ class Stats:
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     drafts_per_round: list[int] = dataclasses.field(default_factory=list)
     accepted_per_position: list[int] = dataclasses.field(default_factory=list)
-    first_token_s: float = 0.0  # from submission, queueing and compiling included
+    first_token_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compile_s: float = 0.0
@@ -106,23 +112,25 @@ class Result:
     finish_reason: str
     stats: Stats
     logprobs: list[TokenLogprob] | None = None  # None if not requested
-    prompt_logprobs: list[TokenLogprob] | None = None  # of the whole prompt; the same
+    # Of every token of the prompt; None if not requested.
+    prompt_logprobs: list[TokenLogprob] | None = None
     trace: tuple[RoundTrace, ...] = ()  # empty if not requested
 
     def __repr__(self) -> str:
         text = "" if self.text is None else f": {_SHORT.repr(self.text)}"
-        tau, count = self.stats.acceptance_length, len(self.token_ids)
+        tau = self.stats.acceptance_length
         drafted = "" if tau is None else f", acceptance length {tau:.2f}"
-        tokens = f"{count} token{'s' * (count != 1)}"
+        count = len(self.token_ids)
+        tokens = "1 token" if count == 1 else f"{count} tokens"
         return f"<Result: {tokens} ({self.finish_reason}){drafted}{text}>"
 
     def show(self, *, by_round: bool = False) -> Shown:
         """Return the trace to display in a notebook: accepted, own, forced and rejected tokens.
 
-        Without a trace (`SamplingParams.trace`), it is a table of text and statistics.
+        Without a trace (`SamplingParams.trace`), return a table of text and statistics.
 
         Args:
-          by_round: begin a line with every round.
+          by_round: whether every round begins a line.
         """
         return result_shown(self, by_round=by_round)
 
@@ -131,20 +139,28 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `dflash-jax generate --json` prints."""
-        names = "token_ids", "text", "finish_reason"
-        fields = {name: getattr(self, name) for name in names} | {"stats": self.stats.to_json()}
-        for name in ("logprobs", "prompt_logprobs"):
-            if (tokens := getattr(self, name)) is not None:
-                fields[name] = [dataclasses.asdict(token) for token in tokens]
+        fields: dict[str, Any] = {
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stats": self.stats.to_json(),
+        }
+        if self.logprobs is not None:
+            fields["logprobs"] = [dataclasses.asdict(token) for token in self.logprobs]
+        if self.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [
+                dataclasses.asdict(token) for token in self.prompt_logprobs
+            ]
         if self.trace:
-            fields["trace"] = [_plain(dataclasses.asdict(traced)) for traced in self.trace]
+            fields["trace"] = [_round_to_json(traced) for traced in self.trace]
         return fields
 
 
-def _plain(traced: dict[str, Any]) -> dict[str, Any]:
+def _round_to_json(traced: RoundTrace) -> dict[str, Any]:
     """Return the fields of a round as JSON values, without those that are not reported."""
-    tops = {name: traced.pop(name) for name in ("draft_top", "target_top")}
-    known = {name: top._asdict() for name, top in tops.items() if top is not None}
-    return traced | {
-        name: {key: array.tolist() for key, array in top.items()} for name, top in known.items()
-    }
+    fields: dict[str, Any] = dataclasses.asdict(traced)
+    for name in ("draft_top", "target_top"):
+        top = fields.pop(name)
+        if top is not None:
+            fields[name] = {key: array.tolist() for key, array in top._asdict().items()}
+    return fields

@@ -4,20 +4,11 @@ Imported without JAX, so that a command or a server can check options before it 
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    TypedDict,
-    Unpack,
-    cast,
-    get_args,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, cast, get_type_hints
 
-from dflash_jax.declared import Field, documentation, plain_value, unknown_names
+from dflash_jax.declared import Declared, Field, declared, document, sentences, unknown_names
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import MAX_LOGPROBS
@@ -27,43 +18,22 @@ Structure = Mapping[str, Any]  # see `SamplingParams.structured`
 SEEDS = 2**64  # number of seeds
 MAX_TEMPERATURE = 1e6  # float32 overflows somewhere above it
 MIN_TEMPERATURE = 1e-30  # lower positive values are raised to it; the result is greedy either way
-MAX_PENALTY = 1e6  # of repetition_penalty; its inverse is the least
-MAX_STOPS = 64  # stop strings of a request
-MAX_STOP_LENGTH = 256  # characters of one stop string
-MAX_STOP_TOTAL = 4096  # characters of all stop strings of a request
-
-
+MAX_PENALTY = 1e6  # most of `repetition_penalty`; its inverse is the least
+MAX_STOPS = 64  # most stop strings of a request
+MAX_STOP_LENGTH = 256  # most characters of one stop string
+MAX_STOP_TOTAL = 4096  # most characters of all stop strings of a request
 MAX_INT = 2**31 - 1
+
+# Arguments that several options declare alike.
 _SHARED: dict[str, Any] = {"served": True, "command": True}
 _PENALTY: dict[str, Any] = {"minimum": -2, "maximum": 2, **_SHARED}
 _ALTERNATIVES = f"None, or how many alternatives to report, 0 to {MAX_LOGPROBS}"
 _LOGPROBS: dict[str, Any] = {"maximum": MAX_LOGPROBS, "expected": _ALTERNATIVES}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Option(Field):
-    """Declaration of an option.
-
-    Attributes:
-      default: the value of an option that is not given.
-      unset: a further value that stands for "not given".
-      optional: whether None is a value of its own.
-      served: whether requests of all APIs have a field of the name, or the type that it has there.
-      aliases: other names of that field.
-      command: whether commands have a flag of the name.
-    """
-
-    default: Any = None
-    unset: Any = None
-    optional: bool = False
-    served: Any = False
-    aliases: tuple[str, ...] = ()
-    command: bool = False
-
-
-def option(default: Any, help: str, **more: Any) -> Option:
-    """Return the declaration of an option."""
-    return Option(default=default, help=help, **more)
+def option(default: Any, help: str, *, unset: tuple[Any, ...] = (None,), **more: Any) -> Field:
+    """Return the declaration of an option; None stands for "not given", as over HTTP."""
+    return Field(default=default, help=help, unset=unset, **more)
 
 
 # fmt: off
@@ -75,7 +45,7 @@ class SamplingOptions(TypedDict, total=False):
         option(
             256,
             "most tokens to generate; None for all that the plan has room for",
-            minimum=1, maximum=MAX_INT, optional=True, command=True,
+            minimum=1, maximum=MAX_INT, unset=(), command=True, flags=("-n",),
         ),
     ]
     min_tokens: Annotated[
@@ -102,7 +72,7 @@ class SamplingOptions(TypedDict, total=False):
         option(
             0,
             "sample from this many tokens, the most probable ones; 0 (or -1) is off",
-            maximum=MAX_INT, unset=-1, **_SHARED,
+            maximum=MAX_INT, unset=(None, -1), **_SHARED,
         ),
     ]
     min_p: Annotated[
@@ -173,7 +143,7 @@ class SamplingOptions(TypedDict, total=False):
             " request draws a new one",
             details="With one, a request drafts even where that does not pay off, as its tokens"
             " depend on it.",
-            minimum=-SEEDS // 2, maximum=SEEDS - 1, unset=-1, command=True,
+            minimum=-SEEDS // 2, maximum=SEEDS - 1, unset=(None, -1), command=True,
             expected="an integer of 64 bits, from -2**63 to 2**64 - 1",
         ),
     ]
@@ -237,24 +207,19 @@ class SamplingOptions(TypedDict, total=False):
 # fmt: on
 
 
-OPTIONS: Mapping[str, Option] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
-}
-_HINTS = get_type_hints(SamplingOptions)
-KINDS: Mapping[str, Any] = {name: [*get_args(hint), hint][0] for name, hint in _HINTS.items()}
+_HINTS = get_type_hints(SamplingOptions, include_extras=True)
 
 if TYPE_CHECKING:
 
-    class _Options:
+    class _Options(Declared):
         def __init__(self, **options: Unpack[SamplingOptions]) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
 
 else:
     _Options = dataclasses.make_dataclass(
         "_Options",
-        [(name, _HINTS[name], info.default) for name, info in OPTIONS.items()],
-        namespace={"__post_init__": lambda self: self._check()},
+        [(name, hint.__origin__, declared(hint.__metadata__[0])) for name, hint in _HINTS.items()],
+        bases=(Declared,),
         frozen=True,
         kw_only=True,
     )
@@ -263,46 +228,42 @@ else:
 class SamplingParams(_Options):
     """Options of one request. `None` stands for "not given" in every field, as over HTTP."""
 
-    if not TYPE_CHECKING:  # where the options are the arguments
+    _error = RequestError
+    _noun = "argument of a request"
 
-        def __new__(cls, /, **options: Any) -> "SamplingParams":
-            """Check the names of options, which Python would refuse in words of its own."""
-            _check_names(options)
-            return super().__new__(cls)
+    @classmethod
+    def _check_names(cls, names: Collection[str]) -> None:
+        """Raise TypeError, as Python does, for names that are no options."""
+        problems = unknown_names(names, cls.fields(), cls._noun)
+        if problems:
+            raise TypeError(sentences(problems))
 
     def _check(self) -> None:
-        """Complete and check the values."""
-        for name, info in OPTIONS.items():
-            if (kind := KINDS[name]) not in (bool, int, float):
-                continue
-            value = plain_value(getattr(self, name))
-            if (value is None and not info.optional) or (value is not None and value == info.unset):
-                value = info.default
-            if value is not None:
-                check(not (found := info.mismatch(value, kind)), name, value, found)
-            object.__setattr__(self, name, value)
+        """Complete and check the values.
+
+        Raises:
+          RequestError: a value no engine could serve.
+        """
         expected = "token ids, integers from 0"
-        ends = _items("stop_token_ids", self.stop_token_ids, expected)
-        check(all(map(is_id, ends)), "stop_token_ids", list(ends), expected)
+        stop_token_ids = _items("stop_token_ids", self.stop_token_ids, expected)
+        are_ids = all(map(is_id, stop_token_ids))
+        check(are_ids, "stop_token_ids", list(stop_token_ids), expected)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop = _items("stop", stop, "a text or several texts")
         _check_stops(stop)
-        salt = "" if self.cache_salt is None else self.cache_salt
-        check(isinstance(salt, str), "cache_salt", salt, "a text")
         recovery = OFF if self.recovery is None else self.recovery
         check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
-        least, most = self.min_tokens, self.max_tokens
-        expected = f"an integer from 0 to max_tokens, {most}"
-        check(most is None or least <= most, "min_tokens", least, expected)
-        if least and self.structured is not None:
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        expected = f"an integer from 0 to max_tokens, {self.max_tokens}"
+        check(fits, "min_tokens", self.min_tokens, expected)
+        if self.min_tokens and self.structured is not None:
             raise RequestError(
                 "min_tokens and structured output do not go together: the structure determines"
                 " where it ends; drop one of them"
             )
         object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
-        object.__setattr__(self, "cache_salt", salt)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, ends)))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, stop_token_ids)))
         object.__setattr__(self, "recovery", recovery)
 
     @classmethod
@@ -313,7 +274,7 @@ class SamplingParams(_Options):
           TypeError: an option is no field.
           RequestError: a value no engine could serve.
         """
-        _check_names(options)
+        cls._check_names(options)
         if params is None:
             return cls(**options)
         if not isinstance(params, SamplingParams):
@@ -321,11 +282,19 @@ class SamplingParams(_Options):
         return params.with_options(**options) if options else params
 
     def with_options(self, **options: Unpack[SamplingOptions]) -> "SamplingParams":
-        """Return the same options but for some."""
+        """Return these options with some replaced.
+
+        Raises:
+          RequestError: a value no engine could serve.
+        """
         return dataclasses.replace(cast(Any, self), **options)
 
     def for_answer(self, number: int) -> "SamplingParams":
-        """Return the options of answer `number` to a prompt, which draws with seed + number."""
+        """Return the options of one of several answers to a prompt.
+
+        Args:
+          number: the answer, from 0. It draws with seed + number.
+        """
         if self.seed is None or number == 0:
             return self
         return self.with_options(seed=(self.seed + number) % SEEDS)
@@ -333,22 +302,12 @@ class SamplingParams(_Options):
     @property
     def penalized(self) -> bool:
         """Whether logits are changed by penalties or biases, or log-probabilities reported."""
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
-        return penalties != (1, 0, 0) or bool(self.logit_bias) or self.logprobs is not None
+        if self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty:
+            return True
+        return bool(self.logit_bias) or self.logprobs is not None
 
 
-SamplingParams.__doc__ = documentation(
-    SamplingParams.__doc__ or "",
-    OPTIONS,
-    "\n\nRaises:\n  RequestError: a value no engine could serve.",
-)
-
-
-def _check_names(names: Iterable[str]) -> None:
-    """Raise TypeError, as Python does, for names that are no options."""
-    unknown = [name for name in names if name not in OPTIONS]
-    if unknown:
-        raise TypeError(unknown_names(unknown, OPTIONS, "argument of a request"))
+document(SamplingParams, "\n\nRaises:\n  RequestError: a value no engine could serve.")
 
 
 def check(good: bool, name: str, value: Any, expected: str) -> None:
@@ -363,31 +322,43 @@ def is_id(value: Any) -> bool:
 
 
 def _as_biases(biases: Any) -> Mapping[int, float]:
-    """Return biases by token id; ids may be given as texts of digits, as in JSON."""
+    """Return biases by token id; an id may be a text of digits, as in JSON.
+
+    Raises:
+      RequestError: an id is none, or a bias is no number from -100 to 100.
+    """
     try:
-        pairs = {int(i): x for i, x in dict(biases or {}).items()}
+        by_id = {int(token): bias for token, bias in dict(biases or {}).items()}
     except (TypeError, ValueError) as error:
         expected = "a mapping of token ids to numbers"
         raise RequestError(f"logit_bias is {biases!r}; expected {expected}") from error
-    numbers = all(isinstance(x, Real) and not isinstance(x, bool) for x in pairs.values())
-    good = numbers and all(map(is_id, pairs)) and all(abs(x) <= 100 for x in pairs.values())
-    check(good, "logit_bias", pairs, "token ids with numbers from -100 to 100")
-    return pairs
+    good = all(map(is_id, by_id)) and all(map(_is_bias, by_id.values()))
+    check(good, "logit_bias", by_id, "token ids with numbers from -100 to 100")
+    return by_id
+
+
+def _is_bias(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return abs(cast(Any, value)) <= 100
 
 
 def _check_stops(stop: Sequence[Any]) -> None:
+    """Raise RequestError for stop strings that are no texts, too many, or too long."""
     if len(stop) > MAX_STOPS:
         raise RequestError(
             f"stop has {len(stop)} texts; expected at most {MAX_STOPS}: give fewer of them"
         )
-    texts = all(isinstance(s, str) and s for s in stop)
-    check(texts, "stop", stop, "texts of at least one character")
-    if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
+    are_texts = all(isinstance(text, str) and text for text in stop)
+    check(are_texts, "stop", stop, "texts of at least one character")
+    longest = max(map(len, stop), default=0)
+    if longest > MAX_STOP_LENGTH:
         raise RequestError(
             f"stop has a text of {longest} characters; expected at most {MAX_STOP_LENGTH} in each:"
             " give a shorter part of it"
         )
-    if (total := sum(map(len, stop))) > MAX_STOP_TOTAL:
+    total = sum(map(len, stop))
+    if total > MAX_STOP_TOTAL:
         raise RequestError(
             f"stop has texts of {total} characters together; expected at most {MAX_STOP_TOTAL}:"
             " give fewer or shorter ones"
@@ -395,7 +366,11 @@ def _check_stops(stop: Sequence[Any]) -> None:
 
 
 def _items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
-    """Return the items of an option that may be None."""
+    """Return the items of an option; none if it is None.
+
+    Raises:
+      RequestError: the value has no items.
+    """
     try:
         return () if value is None else tuple(value)
     except TypeError as error:

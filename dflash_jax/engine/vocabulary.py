@@ -7,27 +7,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_jax.engine.state_machine import OFF, Recovery, guards
-from dflash_jax.engine.state_machine.words import NO_WORDS, Ids, Words
+from dflash_jax.engine.state_machine.announcements import introduces_call
+from dflash_jax.engine.state_machine.output_vocabulary import NO_VOCABULARY, Ids, OutputVocabulary
 from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax, syntax_of, tools_warning
 from dflash_jax.tool_parsers.grammar import call_grammar
 from dflash_jax.tool_parsers.tool_schema import choice_of, tools_of
 
-PROMPT_END = 64  # ids at the end of a prompt that show whether it opens a thought
-LONGEST_TURN = 2**16  # ids of a turn that is continued
-# A marker may end in one token with these; the last two follow the opening one of Llama.
+PROMPT_END = 64  # number of ids at the end of a prompt that show whether it opens a thought
+LONGEST_TURN = 2**16  # most ids of a turn that is continued
+# The last token of a marker may include one of these. The last two follow Llama's opening marker.
 AFTER_CALLS = ("", "\n", "\n\n", " ", "<", ":", ": ")
-COLON_ENDS = (":", "`:", "):", '":')  # a token may join a colon and the characters before it
 
 
-def words_of(
+def vocabulary_of(
     tokenizer: Tokenizer | None,
     prompt: Ids,
     recovery: Recovery,
     tools: Sequence[Any] | None,
     tool_choice: Any,
-) -> Words:
+) -> OutputVocabulary:
     """Return the vocabulary for the rules of a request.
 
     Raises:
@@ -36,32 +36,46 @@ def words_of(
     declared = tools_of(tools)
     choice = choice_of(tool_choice, declared)
     if tokenizer is None or recovery == OFF:
-        return NO_WORDS
+        return NO_VOCABULARY
+    fenced = introduces_call if recovery.fenced_calls else None
+    inside_thought = opens_thought(tokenizer, prompt)
     syntax = syntax_of(tokenizer.teaches)
-    beginnings = syntax.beginnings(declared, choice) if syntax else ()
-    own = syntax.lead + syntax.marker if syntax and recovery.below_floor == "odds" else ""
-    beginnings = tuple(b if b.startswith(own) else own + b for b in beginnings)
-    thought = syntax.thought if syntax else None
-    close = recovery.close_text or (thought.forced if thought else "")
-    calls = tuple(ids for text in beginnings if (ids := _ids(tokenizer, text)))
-    lead = max(len(_ids(tokenizer, syntax.lead)) if syntax else 0, 1)
+    if syntax is None:
+        return OutputVocabulary(
+            text=tokenizer.raw,
+            tools=declared,
+            hidden=_hidden(tokenizer, None),
+            choice=choice,
+            fenced=fenced,
+            close=_ids(tokenizer, recovery.close_text or ""),
+            inside_thought=inside_thought,
+            call_ends=_call_ends(tokenizer, None),
+        )
+    close = recovery.close_text or (syntax.thought.forced if syntax.thought else "")
+    own = syntax.lead + syntax.marker
+    calls = []
+    for beginning in syntax.beginnings(declared, choice):
+        text = beginning if beginning.startswith(own) else own + beginning
+        if ids := _ids(tokenizer, text):
+            calls.append(ids)
+    lead = max(len(_ids(tokenizer, syntax.lead)), 1)
     opening = _shared((_ids(tokenizer, own), *calls)) if own and calls else ()
-    marker = _special(tokenizer, syntax.marker) if syntax else -1
-    return Words(
+    marker = _special(tokenizer, syntax.marker)
+    return OutputVocabulary(
         text=tokenizer.raw,
         syntax=syntax,
         tools=declared,
         hidden=_hidden(tokenizer, syntax),
-        calls=calls,
+        calls=tuple(calls),
         opening=opening if len(opening) >= lead else (),
         lead=lead,
         marker=marker,
-        closer=_special(tokenizer, syntax.closes[-1]) if syntax else -1,
+        closer=_special(tokenizer, syntax.closes[-1]),
         call_begins=_call_begins(tokenizer, syntax if declared and marker < 0 else None),
         choice=choice,
+        fenced=fenced,
         close=_ids(tokenizer, close),
-        colons=_colons(tokenizer) if recovery.below_floor == "compat" else frozenset(),
-        inside_thought=opens_thought(tokenizer, prompt),
+        inside_thought=inside_thought,
         call_ends=_call_ends(tokenizer, syntax if declared else None),
     )
 
@@ -72,7 +86,11 @@ def chat_ids(
     variables: Mapping[str, Any],
     parse_special: bool = False,
 ) -> list[int]:
-    """Return the prompt ids of a conversation; see `Engine.chat_ids`."""
+    """Return the prompt ids of a conversation; see `Engine.chat_ids`.
+
+    Raises:
+      RequestError: there is no tokenizer.
+    """
     if tokenizer is None:
         raise RequestError("this model ships no tokenizer; give token ids instead of messages")
     if variables.get("tools") and (text := tools_warning(tokenizer.teaches)):
@@ -80,11 +98,13 @@ def chat_ids(
     return tokenizer.chat(messages, parse_special=parse_special, **variables)
 
 
-def calls_grammar(words: Words, tokenizer: Tokenizer) -> str:
+def calls_grammar(vocabulary: OutputVocabulary, tokenizer: Tokenizer) -> str:
     """Return a grammar of calls of the declared tools, in llguidance's dialect of Lark."""
-    assert words.syntax is not None
+    assert vocabulary.syntax is not None
     specials = tokenizer.special_texts
-    return call_grammar(words.syntax, words.tools, words.choice, specials, thoughts=False)
+    return call_grammar(
+        vocabulary.syntax, vocabulary.tools, vocabulary.choice, specials, thoughts=False
+    )
 
 
 def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
@@ -97,9 +117,10 @@ def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
         return True
     # The text of the last turn follows its header; a start token before a text is no header.
     marks = _marks(tokenizer) - markup_ids(tokenizer, (thought.opening, thought.closing))
-    places = range(len(prompt) - 1, max(len(prompt) - LONGEST_TURN, 0), -1)
-    header = next((at for at in places if prompt[at] in marks), None)
-    return header is not None and thought.is_open(tokenizer.raw(prompt[header + 1 :]))
+    for position in range(len(prompt) - 1, max(len(prompt) - LONGEST_TURN, 0), -1):
+        if prompt[position] in marks:
+            return thought.is_open(tokenizer.raw(prompt[position + 1 :]))
+    return False
 
 
 @functools.lru_cache(maxsize=16)
@@ -145,26 +166,23 @@ def _hidden(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
 @functools.lru_cache(maxsize=16)
 def _call_ends(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
     """Return ids with which the closing marker of a tool call can end."""
-    return _ends(tokenizer, guards.call_closes(syntax) if syntax else ())
+    if syntax is None:
+        return frozenset()
+    return _ends(tokenizer, guards.call_closes(syntax))
 
 
 @functools.lru_cache(maxsize=16)
 def _call_begins(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
     """Return ids with which the opening marker of a tool call can end, if calls begin with it."""
-    begins = syntax is not None and syntax.marker in syntax.opens
-    return _ends(tokenizer, (syntax.marker,) if syntax and begins else ())
+    if syntax is None or syntax.marker not in syntax.opens:
+        return frozenset()
+    return _ends(tokenizer, (syntax.marker,))
 
 
 def _ends(tokenizer: Tokenizer, markers: Sequence[str]) -> frozenset[int]:
     """Return ids with which markers can end, also together with the text that follows."""
-    found = (_ids(tokenizer, marker + after) for marker in markers for after in AFTER_CALLS)
-    ends = {i for ids in found for i in ids[-2:]}
-    last = {marker[-1] for marker in markers}
-    return frozenset(i for i in ends if last & set(tokenizer.raw((i,))))
-
-
-@functools.lru_cache(maxsize=16)
-def _colons(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return ids with which a text that ends in a colon, and newlines, can end."""
-    ends = {_ids(tokenizer, end + lines)[-1] for end in COLON_ENDS for lines in ("", "\n", "\n\n")}
-    return frozenset(i for i in ends if ":" in tokenizer.raw((i,)))
+    last_letters = {marker[-1] for marker in markers}
+    candidates: set[int] = set()
+    for marker, after in itertools.product(markers, AFTER_CALLS):
+        candidates.update(_ids(tokenizer, marker + after)[-2:])
+    return frozenset(i for i in candidates if last_letters & set(tokenizer.raw((i,))))

@@ -9,7 +9,6 @@ from dflash_jax.graph.build import Executable, jit
 from dflash_jax.graph.check import check
 from dflash_jax.graph.graph import Graph, GraphPrograms, Output
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
-from dflash_jax.graph.memory import DEVICES
 from dflash_jax.graph.protocols import (
     CacheMaker,
     Draft,
@@ -21,6 +20,7 @@ from dflash_jax.graph.protocols import (
     TargetOutput,
     Verification,
 )
+from dflash_jax.graph.roofline import DEVICES
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.kernels.caches import LayerCache, RecurrentCache
 

@@ -24,7 +24,7 @@ from dflash_jax.graph.protocols import (
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import DecodeState, idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
-from dflash_jax.graph.steps.pair import Pair, Params, expect_output
+from dflash_jax.graph.steps.pair import Pair, Params, StepOptions, expect_output
 from dflash_jax.kernels.caches import (
     ConvCache,
     LayerCache,
@@ -34,19 +34,12 @@ from dflash_jax.kernels.caches import (
 )
 from dflash_jax.kernels.products import (
     abstract,
-    abstract_layout,
+    abstract_interleaved,
     abstract_stack,
     choose_products,
 )
 from dflash_jax.plan import LEAST, ResolvedPlan
 from dflash_jax.quant.layouts import FLOAT, LAID_OUT, STACK, Spec, spec
-
-# Fields of a plan that are static options of steps.
-OPTIONS = (
-    *("exact", "block", "kernels", "min_survival", "draft_window", "ngram"),
-    *("report_drafts", "report_top"),
-)
-
 
 JOINED = 8  # chunks that a wide prefill call feeds at once
 
@@ -85,10 +78,17 @@ class PlanCacheMaker:
 
     def __call__(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
         """Return the cache of an attention layer."""
-        plan, ring = self.plan, self.plan.ring_slots(window)
+        plan = self.plan
+        ring = plan.ring_slots(window)
         dtype = self.dtype if plan.kv_dtype == "auto" else jnp.dtype(plan.kv_dtype)
-        options = {"dtype": dtype, "ring": ring is not None}
-        return empty_cache(plan.rows, kv_heads, ring or plan.slots, head_dim, **options)
+        return empty_cache(
+            plan.rows,
+            kv_heads,
+            ring or plan.slots,
+            head_dim,
+            dtype=dtype,
+            ring=ring is not None,
+        )
 
     def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
         """Return the cache of a recurrent layer: state [N, P, Q] and convolution inputs [W, C]."""
@@ -99,30 +99,41 @@ class PlanCacheMaker:
         return ConvCache(jnp.zeros((self.plan.rows, *inputs), self.dtype))
 
 
-@dataclasses.dataclass(frozen=True)
 class PlannedPair:
     """A pair under a plan whose choices are made.
 
-    The pair's static options of steps are those of the plan.
-
     Attributes:
-      mesh: devices for the plan's mesh; by default the first ones (`placement.mesh_of`).
+      pair: the modules, with the options of steps that the plan has.
+      plan: the plan.
+      mesh: devices for the plan's mesh; None for the first ones (`placement.mesh_of`).
     """
 
-    pair: Pair
-    plan: ResolvedPlan
-    mesh: Mesh | None = None
+    def __init__(self, pair: Pair, plan: ResolvedPlan, mesh: Mesh | None = None):
+        """Set the options of steps.
 
-    def __post_init__(self) -> None:
-        """Set the static options of steps."""
-        options = {name: getattr(self.plan, name) for name in OPTIONS}
-        options["taps_at"] = LATE if self.plan.taps_at == AUTO else self.plan.taps_at
-        if self.plan.exact and (own := self.pair.acceptance) is not None:
+        Raises:
+          PlanError: the pair has an acceptance of its own, and the plan is exact.
+        """
+        if plan.exact and pair.acceptance is not None:
+            name = getattr(pair.acceptance, "__name__", pair.acceptance)
             raise PlanError(
-                f"the pair has an acceptance of its own, {getattr(own, '__name__', own)}, and the"
-                " plan is exact: its drafted output equals plain output; plan with exact=False"
+                f"the pair has an acceptance of its own, {name}, and the plan is exact: its drafted"
+                " output equals plain output; plan with exact=False"
             )
-        object.__setattr__(self, "pair", dataclasses.replace(self.pair, **options))
+        options = StepOptions(
+            exact=plan.exact,
+            taps_at=LATE if plan.taps_at == AUTO else plan.taps_at,
+            block=plan.block,
+            confidence_threshold=plan.confidence_threshold,
+            kernels=plan.kernels,
+            report_drafts=plan.report_drafts,
+            report_top=plan.report_top,
+            draft_window=plan.draft_window,
+            ngram=plan.ngram,
+        )
+        self.pair = pair.with_options(options)
+        self.plan = plan
+        self.mesh = mesh
 
     @property
     def config(self) -> Any:
@@ -152,9 +163,9 @@ class PlannedPair:
         return kind or ("none" if drafter is None else type(drafter).__name__)
 
     @property
-    def any_width(self) -> bool:
+    def width_invariant(self) -> bool:
         """Whether a token's bits do not depend on the width of a call."""
-        return self.plan.kernels == "native" and getattr(self.pair.target, "any_width", False)
+        return self.plan.kernels == "native" and getattr(self.pair.target, "width_invariant", False)
 
     @functools.cached_property
     def wide_prefill(self) -> int:
@@ -163,10 +174,11 @@ class PlannedPair:
         There are such calls where no bit depends on the width, and chunks can be cut from the
         caches afterwards (not from rings and recurrent states).
         """
-        plan, state = self.plan, self.state
+        plan = self.plan
+        state = self.state
         whole = _keeps_all((state.target, state.drafter), plan.slots)
         width = JOINED * plan.chunk
-        return width if self.any_width and whole and width < plan.max_length else 0
+        return width if self.width_invariant and whole and width < plan.max_length else 0
 
     def key(self, step: Step, variant: Variant = Variant.GREEDY) -> ProgramKey:
         """Return the key of the program in which a step serves a variant's requests."""
@@ -193,13 +205,16 @@ class PlannedPair:
 
     def empty_state(self) -> DecodeState:
         """Return a state with every row at position 0."""
-        plan, drafter = self.plan, ()
+        plan = self.plan
+        drafter = ()
         with named_errors(self.pair.target, "empty_caches"):
             target = tuple(self.pair.target.empty_caches(PlanCacheMaker(plan)))
         if self.pair.drafter is not None:
             # Rings of a drafter alone, unless asked for, are not worth the wider calls that they
             # would rule out.
-            alone = not plan.draft_window and self.any_width and _keeps_all(target, plan.slots)
+            alone = (
+                not plan.draft_window and self.width_invariant and _keeps_all(target, plan.slots)
+            )
             rings = plan.rings and not alone
             caches = drafter_caches(self.pair, dataclasses.replace(plan, rings=rings))
             with named_errors(self.pair.drafter, "empty"):
@@ -217,24 +232,28 @@ class PlannedPair:
 
         Token ids stay integers, and parameters in `ALWAYS_FLOAT32` stay float32.
         """
-        plan, forms, specs = self.plan, self.forms, self.specs
+        plan = self.plan
+        forms = self.forms
+        specs = self.specs
+        native = plan.kernels == "native"
         roles = {path.split("/")[0] for path in forms}  # whose models declare their weights
         dtype = jnp.dtype(plan.dtype)
 
         def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
-            name, key = path_name(path), str(getattr(path[-1], "key", ""))
+            name = path_name(path)
+            key = str(getattr(path[-1], "key", ""))
             form = forms.get(name, FLOAT)
-            if form == STACK and (name in specs or plan.weight_layout == "interleaved"):
+            if form == STACK and (name in specs or native):
                 kind = specs[name][1][0][0] if name in specs else FLOAT
                 return abstract_stack(x.shape, kind, dtype)
             if name in specs:
                 packed = abstract(x.shape, specs[name], dtype)
-                return abstract_layout(packed, plan.weight_layout)
+                return abstract_interleaved(packed) if native else packed
             kept = not jnp.issubdtype(x.dtype, jnp.floating) or key in ALWAYS_FLOAT32
             widened = form == FLOAT and path[0].key in roles
             chosen = jnp.dtype(plan.compute_dtype) if widened else dtype
             stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else chosen)
-            return abstract_layout(stored, plan.weight_layout) if form in LAID_OUT else stored
+            return abstract_interleaved(stored) if native and form in LAID_OUT else stored
 
         shapes = jax.tree_util.tree_map_with_path(planned, self._variables("params"))
         return choose_products(shapes, plan.kernels, plan.activations)
@@ -250,17 +269,19 @@ class PlannedPair:
         if plan.weights == "float":
             return {}
         packed = plan.weights == "packed"
-        found: dict[str, Spec] = dict(plan.stored) if packed else {}
-        rounded = ("drafter",) * (plan.kernels == "native") if packed else ("target", "drafter")
+        specs: dict[str, Spec] = dict(plan.stored) if packed else {}
+        rounded = ["target", "drafter"]
+        if packed:
+            rounded = ["drafter"] if plan.kernels == "native" else []
         leaves = by_path(self._variables("params"))
         for path, form in self.forms.items():
             role = path.split("/")[0]
-            if path in found or role not in rounded:
+            if path in specs or role not in rounded:
                 continue
             weights = "int8" if packed else plan.weights
             if chosen := spec(weights, role, form, leaves[path].shape):
-                found[path] = chosen
-        return found
+                specs[path] = chosen
+        return specs
 
     @property
     def forms(self) -> dict[str, str]:
@@ -280,12 +301,12 @@ class PlannedPair:
 
     def _variables(self, kind: str) -> dict[str, Any]:
         """Return shapes of the variables of a kind, by role."""
-        # By the kernels of a plain `Pair`, so that they are traced once for all plans.
-        pair = Pair(self.pair.target, self.pair.drafter)
-        found = {"target": _variables(pair.target, None)}
+        # With the default kernels, so that they are traced once for all plans.
+        pair = self.pair.with_options(StepOptions())
+        by_role = {"target": _variables(pair.target, None)}
         if pair.drafter is not None:
-            found["drafter"] = _variables(pair.target, pair.drafter)
-        return {role: variables.get(kind, {}) for role, variables in found.items()}
+            by_role["drafter"] = _variables(pair.target, pair.drafter)
+        return {role: variables.get(kind, {}) for role, variables in by_role.items()}
 
 
 def _keeps_all(caches: Any, slots: int) -> bool:
@@ -297,8 +318,8 @@ def _keeps_all(caches: Any, slots: int) -> bool:
         return cache.ndim == 2 and cache.shape[1] >= slots  # the tokens themselves
 
     kinds = (LayerCache, RecurrentCache, ConvCache)
-    found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, kinds))
-    return all(not isinstance(x, RecurrentCache | ConvCache) and keeps(x) for x in found)
+    cache_leaves = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, kinds))
+    return all(not isinstance(x, RecurrentCache | ConvCache) and keeps(x) for x in cache_leaves)
 
 
 def drafter_caches(pair: Pair, plan: ResolvedPlan) -> PlanCacheMaker:
@@ -324,10 +345,10 @@ def cast_params(params: Params, dtype: str) -> Params:
 
 def init_params(pair: Pair, key: jax.Array) -> Params:
     """Return fresh parameters of both models, in float32; of NNX modules, those that they have."""
-    found = {"target": _initial(pair.target, None, key).get("params", {})}
+    params = {"target": _initial(pair.target, None, key).get("params", {})}
     if pair.drafter is not None:
-        found["drafter"] = _initial(pair.target, pair.drafter, key).get("params", {})
-    return found
+        params["drafter"] = _initial(pair.target, pair.drafter, key).get("params", {})
+    return params
 
 
 @functools.lru_cache(maxsize=32)
@@ -353,7 +374,8 @@ def _initial(target: Any, drafter: Any, key: jax.Array) -> dict[str, Any]:
             return {}
         with named_errors(model, "init"):
             return {"params": init(key)}
-    tokens, start = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32)
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    start = jnp.zeros((1,), jnp.int32)
     if drafter is None:
         with named_errors(model, "init"):
             caches = target.empty_caches(PlanCacheMaker(LEAST))
@@ -368,9 +390,9 @@ def _initial(target: Any, drafter: Any, key: jax.Array) -> dict[str, Any]:
     sampler = RowDraftSampler(
         idle_rules(LEAST), start, start, 1, sampled=False, vocab_size=c.vocab_size, kernels="xla"
     )
-    given = (state, tokens, taps, start, shared, sampler)
+    arguments = (state, tokens, taps, start, shared, sampler)
     with named_errors(model, "init"):
-        return dict(model.init(key, *given, method=_all_of_drafter))
+        return dict(model.init(key, *arguments, method=_all_of_drafter))
 
 
 def _all_of_target(module: Any, tokens: Any, caches: Any, start: Any) -> Any:

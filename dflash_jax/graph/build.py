@@ -1,12 +1,10 @@
-"""Lowering and compiling programs ahead of time or in the background, and their contracts."""
+"""Lowering and compiling programs ahead of time, and their contracts."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,12 +13,11 @@ from typing import Any
 import jax
 
 from dflash_jax.errors import DFlashError, PlanError
-from dflash_jax.graph.compile_process import CompileProcess
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import Program
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.stored import StoredPrograms, reads, stored_programs
-from dflash_jax.utils.allocator import fewer_collections, give_back
+from dflash_jax.utils.allocator import fewer_collections, trim_memory
 from dflash_jax.utils.progress import ShownCount
 
 log = logging.getLogger("dflash_jax.graph")
@@ -130,12 +127,14 @@ def compile_programs(
         ended(program.key, executable.cached, executable.seconds)
         return executable
 
-    rest, alone = list(programs), []
+    rest = list(programs)
+    alone = []
     if jax.default_backend() != "cpu":
         alone = [program for program in rest if program.key.step in TIMED]
         rest = [program for program in rest if program not in alone]
     if workers == 1:
-        alone, rest = [*alone, *rest], []
+        alone = [*alone, *rest]
+        rest = []
     with _compiling, concurrent.futures.ThreadPoolExecutor(workers) as pool:
         built = [*map(build, alone), *pool.map(build, rest)]
     return {executable.key: executable for executable in built}
@@ -149,13 +148,16 @@ def can_be_compiled_elsewhere(program: Program) -> bool:
 
 def lower(program: Program) -> jax.stages.Lowered:
     """Trace and lower a program that runs on one device or mesh."""
-    options = {} if program.placement is None else {"out_shardings": program.placement}
 
     def run(*arguments: Any) -> Any:  # JAX keeps a trace for as long as the function lives
         return program.function(*arguments)
 
     run.__name__ = program.key.identifier  # seen in compilation cache and profiles
-    return jax.jit(run, donate_argnums=program.donated, **options).lower(*program.arguments)
+    if program.placement is None:
+        jitted = jax.jit(run, donate_argnums=program.donated)
+    else:
+        jitted = jax.jit(run, donate_argnums=program.donated, out_shardings=program.placement)
+    return jitted.lower(*program.arguments)
 
 
 @isolated_jax_config()
@@ -205,7 +207,7 @@ class CompiledPrograms:
       label: the model's name, for log lines.
 
     Args:
-      build: compiles programs, as `compile_programs` does.
+      build: compiles programs, as `compile_programs` does; may be replaced later.
       kernels: the plan's.
     """
 
@@ -215,7 +217,8 @@ class CompiledPrograms:
         build: Callable[..., dict[ProgramKey, Executable]] = compile_programs,
         kernels: str = "xla",
     ):
-        self.programs, self._build = dict(programs), build
+        self.programs = dict(programs)
+        self.build = build
         # Programs that decide on a GPU which kernels others use come first: `compile_programs`.
         ordered = sorted(self.programs, key=lambda key: (key.step not in TIMED, str(key)))
         self.variants = {v: tuple(x for x in ordered if v in x.needed_by(kernels)) for v in Variant}
@@ -228,7 +231,7 @@ class CompiledPrograms:
         self._current: set[ProgramKey] = set()  # programs that are being compiled
         self._errors: dict[ProgramKey, str] = {}
         self._made = 0
-        self._ended: set[ProgramKey] = set()  # those of the current call of `_build`
+        self._ended: set[ProgramKey] = set()  # ready ones of the current call
         self._count = ShownCount(0)
         self._lock = threading.Lock()
 
@@ -238,7 +241,9 @@ class CompiledPrograms:
 
     def keys(self, variants: Iterable[Variant]) -> list[ProgramKey]:
         """Return the programs of the variants, each once."""
-        needed = dict.fromkeys(key for variant in variants for key in self.variants[variant])
+        needed: dict[ProgramKey, None] = {}
+        for variant in variants:
+            needed |= dict.fromkeys(self.variants[variant])
         return [key for key in needed if key in self.programs]
 
     def want(self, variants: Iterable[Variant]) -> None:
@@ -268,6 +273,13 @@ class CompiledPrograms:
         with self._lock:
             return self._compile(self.missing(variants), workers)
 
+    def compile_keys(self, keys: Iterable[ProgramKey], *, workers: int = WORKERS) -> None:
+        """Compile programs that are missing, `workers` at a time; errors as for `compile`."""
+        keys = list(keys)
+        self._wanted |= dict.fromkeys(keys)
+        with self._lock:
+            self._compile([key for key in keys if key not in self.executables], workers)
+
     def compile_next(self, variants: Iterable[Variant]) -> None:
         """Compile the first missing program of the variants, in this thread."""
         with self._lock:
@@ -290,24 +302,27 @@ class CompiledPrograms:
         }
 
     def _progress_of(self, variant: Variant) -> dict[str, Any]:
-        keys, missing = self.keys([variant]), self.missing([variant])
-        found: dict[str, Any] = {"compiled": len(keys) - len(missing), "of": len(keys)}
+        keys = self.keys([variant])
+        missing = self.missing([variant])
+        counts: dict[str, Any] = {"compiled": len(keys) - len(missing), "of": len(keys)}
         errors = [self._errors[key] for key in missing if key in self._errors]
         if not missing:
             state = "ready"
         elif not self._current.isdisjoint(missing):
             state = "compiling"
         elif errors:
-            state, found["error"] = "failed", errors[0]
+            state = "failed"
+            counts["error"] = errors[0]
         else:
             state = "waiting" if all(key in self._wanted for key in missing) else "on demand"
-        return {"state": state} | found
+        return {"state": state} | counts
 
     def _compile(self, keys: list[ProgramKey], workers: int) -> float:
-        started, self._count = time.perf_counter(), ShownCount(len(keys), "programs")
+        started = time.perf_counter()
+        self._count = ShownCount(len(keys), "programs")
         try:
             programs = [self.programs[key] for key in keys]
-            made = self._build(programs, workers=workers, begun=self._begin, ended=self._end)
+            made = self.build(programs, workers=workers, begun=self._begin, ended=self._end)
             self.executables |= made
             self._made += len(made)
         except Exception as error:
@@ -320,7 +335,7 @@ class CompiledPrograms:
             seconds = time.perf_counter() - started
             self.seconds += seconds
         if seconds > LONG:
-            give_back()
+            trim_memory()
         return seconds
 
     def _begin(self, program: Program) -> None:
@@ -334,138 +349,8 @@ class CompiledPrograms:
         if not cached:
             self.compiled += 1
             self.compile_seconds += seconds
-        wanted, label = list(self._wanted), f"{self.label}: " if self.label else ""
+        wanted = list(self._wanted)
+        label = f"{self.label}: " if self.label else ""
         place = sum(x in self.executables for x in wanted) + len(self._ended)
         how = "read from the cache" if cached else f"compiled in {seconds:.1f} s"
         log.info("%sprogram %d of %d %s: %s", label, place, len(wanted), how, key)
-
-
-# Compile programs in one thread of low priority, while other threads decode.
-
-
-# Seconds of compiling for which another process is started, which takes some itself.
-WORTH_A_PROCESS = 12.0
-# Added to the nice value of the thread, which holds Python's lock while it traces and lowers. With
-# a higher value, other threads would wait for a thread that a busy machine does not schedule.
-NICENESS = 5
-
-
-@dataclasses.dataclass(eq=False)
-class _CompileJob:
-    compiled: CompiledPrograms
-    variants: tuple[Variant, ...]
-    urgent: bool
-    future: concurrent.futures.Future[None]
-
-
-class BackgroundCompiler:
-    """Compiles the variants of any number of engines, one program at a time, urgent ones first.
-
-    Those that nobody waits for are compiled by another process where that can keep them on disk,
-    and by a thread of this one elsewhere.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: list[_CompileJob] = []
-        self._lock = threading.Lock()
-        self._running = self._stopped = False
-        self._process = CompileProcess()
-        self._changed = threading.Event()  # a job was added, or the other process is done
-
-    @property
-    def compiling(self) -> bool:
-        """Whether the thread is running; after `stop` it ends with its current program."""
-        return self._running
-
-    def want(
-        self, compiled: CompiledPrograms, variants: Iterable[Variant], *, urgent: bool = False
-    ) -> concurrent.futures.Future[None]:
-        """Queue variants to be compiled; those that a request waits for are urgent.
-
-        Returns:
-          A future that completes when they are compiled, or with the error of compiling them. It
-          is cancelled by `stop`.
-        """
-        job = _CompileJob(compiled, tuple(variants), urgent, concurrent.futures.Future())
-        compiled.want(job.variants)
-        with self._lock:
-            if not compiled.missing(job.variants):
-                job.future.set_result(None)
-            elif self._stopped:
-                job.future.cancel()
-            else:
-                self._jobs.append(job)
-                self._changed.set()
-                if not self._running:
-                    self._running = True
-                    # Not a daemon: Python aborts if it ends while XLA compiles in one.
-                    threading.Thread(target=self._run, name="compiler", daemon=False).start()
-        return job.future
-
-    def stop(self) -> None:
-        """Cancel all jobs and end the thread after its current program."""
-        with self._lock:
-            self._stopped = True
-            jobs, self._jobs = self._jobs, []
-        self._process.stop()
-        for job in jobs:
-            job.future.cancel()
-
-    def _run(self) -> None:
-        lower_priority()
-        while job := self._next():
-            try:
-                if job.urgent or self._compiled_elsewhere(job):
-                    job.compiled.compile_next(job.variants)
-            except Exception as error:
-                log.error("compiling %s failed: %s", ", ".join(job.variants), error)
-                self._end([job], error)
-            self._end([job for job in self._jobs if not job.compiled.missing(job.variants)])
-
-    def _compiled_elsewhere(self, job: _CompileJob) -> bool:
-        """Have the other process compile a job's next program; return False if that has to wait.
-
-        It does if urgent jobs came, or the compiler was stopped. True if the program is on disk
-        now, or cannot be.
-        """
-        program = job.compiled.next_program(job.variants)
-        wanted = {x for other in list(self._jobs) for x in other.variants}
-        worth = self._process.usable and job.compiled.estimate_s(wanted) > WORTH_A_PROCESS
-        if program is None or not worth or not can_be_compiled_elsewhere(program):
-            return True
-        done = self._process.compile(program)
-        done.add_done_callback(lambda _: self._changed.set())
-        while not done.done():
-            self._changed.wait()
-            self._changed.clear()
-            if any(other.urgent for other in list(self._jobs)):
-                return False
-        return not self._stopped
-
-    def _next(self) -> _CompileJob | None:
-        """Return the most urgent job; None, which ends the thread, if there is none."""
-        with self._lock:
-            self._running = bool(self._jobs)
-            if not self._jobs:
-                self._process.rest()
-                log.info("nothing is left to compile")
-            return min(self._jobs, key=lambda job: not job.urgent, default=None)
-
-    def _end(self, jobs: list[_CompileJob], error: Exception | None = None) -> None:
-        with self._lock:
-            ended = [job for job in jobs if job in self._jobs]
-            self._jobs = [job for job in self._jobs if job not in ended]
-        for job in ended:  # outside the lock: callbacks may queue more
-            if error is None:
-                job.future.set_result(None)
-            else:
-                job.future.set_exception(error)
-
-
-def lower_priority() -> None:
-    """Lower this thread's priority by `NICENESS`, if threads have priorities of their own."""
-    if sys.platform == "linux":
-        number = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            niceness = os.getpriority(os.PRIO_PROCESS, number) + NICENESS
-            os.setpriority(os.PRIO_PROCESS, number, min(niceness, 19))

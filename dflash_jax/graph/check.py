@@ -16,7 +16,8 @@ from dflash_jax.plan import Plan
 
 # A difference of so many units in the last place of the largest number counts as rounding, up to
 # this share of it.
-ROUNDINGS, LARGEST = 256, 0.02
+ROUNDINGS = 256
+LARGEST = 0.02
 
 
 @isolated_jax_config()
@@ -33,7 +34,7 @@ def check(pair: Pair, params: Params | None = None, *, seed: int = 0) -> list[st
     Args:
       pair: the modules; the drafter may be None.
       params: parameters by role, as for `Graph.place_params`; by default fresh ones.
-      seed: of tokens and fresh parameters.
+      seed: seed of the tokens, and of fresh parameters.
 
     Raises:
       PlanError: the modules or parameters do not fit each other.
@@ -41,18 +42,20 @@ def check(pair: Pair, params: Params | None = None, *, seed: int = 0) -> list[st
     graph = Graph(pair, Plan(rows=2, block=4, chunk=4, max_length=64, steps_per_call=1))
     key = jax.random.key(seed)
     params = graph.init_params(key) if params is None else graph.place_params(params)
-    found = _Target(graph, params, seed).problems()
-    if not found and pair.drafter is not None:
-        found += _decoded(graph, params, seed)
-    return found
+    problems = _Target(graph, params, seed).problems()
+    if not problems and pair.drafter is not None:
+        problems += _decoded(graph, params, seed)
+    return problems
 
 
 class _Target:
     """Forward passes of a target over blocks of four tokens."""
 
     def __init__(self, graph: Graph, params: Params, seed: int):
-        self.graph, self.params = graph, params
-        self.width, rows = graph.plan.block, graph.plan.rows
+        self.graph = graph
+        self.params = params
+        self.width = graph.plan.block
+        rows = graph.plan.rows
         rng = np.random.default_rng(seed)
         self.tokens, self.others = rng.integers(0, graph.config.vocab_size, (2, rows, 32), np.int32)
         self.empty = graph.init_state().target
@@ -63,16 +66,17 @@ class _Target:
 
     def problems(self) -> list[str]:
         """Return the obligations that do not hold."""
-        width, others = self.width, self.others
+        width = self.width
+        others = self.others
         whole = _Way([width] * 4)
         if not all(np.isfinite(x).all() for x in self.states(whole)):
             return ["the hidden states are not finite"]
-        found = []
+        sentences = []
 
         def compare(way: _Way, problem: str, remedy: str, rows: Any = slice(None)) -> None:
-            told = any(sentence.startswith(problem) for sentence in found)
+            told = any(sentence.startswith(problem) for sentence in sentences)
             if not told and (place := self.difference(whole, way, rows)):
-                found.append(f"{problem}: {place}; {remedy}")
+                sentences.append(f"{problem}: {place}; {remedy}")
 
         compare(whole, "two runs of the same tokens differ", "use no random numbers")
         for commits in ([1], [width - 1], [width, 2]):
@@ -94,7 +98,7 @@ class _Target:
             "a token's bits depend on where the block begins",
             "compute every place of a block alike; docs/graph.md says how, under Obligations",
         )
-        if not found:
+        if not sentences:
             compare(
                 _Way(cuts, after=others),
                 "a token's bits depend on tokens that were not committed",
@@ -107,13 +111,14 @@ class _Target:
             "use no sums over rows",
             rows=slice(0, 1),
         )
-        if getattr(self.graph.pair.target, "any_width", False):
+        if getattr(self.graph.pair.target, "width_invariant", False):
             compare(
                 _Way([1] * 12, width=1),
-                "a token's bits depend on the width of its call, although the target has any_width",
-                "remove any_width",
+                "a token's bits depend on the width of its call, although the target has"
+                " width_invariant",
+                "remove width_invariant",
             )
-        return found
+        return sentences
 
     def difference(self, way: "_Way", other: "_Way", rows: slice) -> str:
         """Return where and by how much states of one way differ from those of another, or ""."""
@@ -202,18 +207,23 @@ def _forward(
 ) -> tuple[tuple[Any, ...], Any]:
     """Run a block behind the barriers of `steps.pair.forward`, and commit the first tokens."""
     block, start = jax.lax.optimization_barrier((block, start))
-    where = {"taps": taps, "taps_at": pair.taps_at, "chunked": False}
-    out = jax.lax.optimization_barrier(pair.target_call(params, block, caches, start, **where))
+    out = pair.target_call(
+        params, block, caches, start, taps=taps, taps_at=pair.options.taps_at, chunked=False
+    )
+    out = jax.lax.optimization_barrier(out)
     return (*out.taps, out.hidden), tuple(update.commit(num_committed) for update in out.caches)
 
 
 def _decoded(graph: Graph, params: Params, seed: int) -> list[str]:
     """Return how drafted and plain outputs differ, or nothing."""
-    programs, rules = graph.compile(), graph.rules(stop=())
+    programs = graph.compile()
+    rules = graph.rules(stop=())
     prompts = np.random.default_rng(seed).integers(0, graph.config.vocab_size, (2, 6), np.int32)
     texts = []
     for step in (programs.plain, programs.speculative):
-        state, text, out = graph.init_state(), [[], []], None
+        state = graph.init_state()
+        text = [[], []]
+        out = None
         for row, prompt in enumerate(prompts):
             state, out = programs.prefill(params, state, prompt, row=row, rules=rules)
             text[row] += out.tokens[row]

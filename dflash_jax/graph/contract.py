@@ -19,7 +19,7 @@ from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import described
 from dflash_jax.graph.steps.pair import Pair, expect_floats
 
-SIZES = ("vocab_size", "hidden_size", "num_layers")  # of a target's config
+SIZES = ("vocab_size", "hidden_size", "num_layers")  # integers of a target's config
 MEMBERS = {
     "target": ("config", "empty_caches", "__call__", "embed", "logits"),
     "drafter": ("taps", "empty", "observe", "propose"),
@@ -80,7 +80,8 @@ def check_shapes(planned: PlannedPair) -> None:
     Raises:
       PlanError: a member fails, or returns another structure, shape or dtype than a step needs.
     """
-    pair, plan = planned.pair, planned.plan
+    pair = planned.pair
+    plan = planned.plan
     if all(is_of_package(model) for model in (pair.target, pair.drafter)):
         return
     # No other axis has both of these sizes by chance.

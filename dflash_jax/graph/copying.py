@@ -30,7 +30,7 @@ class Copying:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Those of the drafter."""
+        """The taps of the drafter."""
         return self.drafter.taps
 
     def empty(self, make: CacheMaker) -> tuple[Any, Int[Array, "B S"]]:
@@ -53,7 +53,7 @@ class Copying:
     def commit(
         self, state: tuple[Any, Int[Array, "B S"]], num_committed: Int[Array, " B"]
     ) -> tuple[Any, Int[Array, "B S"]]:
-        """As the drafter; texts have positions."""
+        """Commit the state of the drafter; texts have positions, and need no commit."""
         inner, text = state
         return protocols.commit(self.drafter, inner, num_committed), text
 
@@ -70,13 +70,14 @@ class Copying:
         inner, text = state
         copy, text = self.rule.propose({}, text, anchor, start, shared, sampler)
         assert copy.num_drafts is not None
-        found, finite = copy.num_drafts > 0, jnp.ones(len(anchor), bool)
+        has_copy = copy.num_drafts > 0
+        finite = jnp.ones(len(anchor), bool)
 
         def drafted(inner: Any) -> tuple[Any, ...]:
             arguments = (inner, anchor, start, shared, sampler)
             draft, after = protocols.call(self.drafter, params, *arguments, method="propose")
-            count = sampler.places if draft.num_drafts is None else draft.num_drafts
-            count = jnp.broadcast_to(jnp.asarray(count, jnp.int32), found.shape)
+            count = sampler.num_drafts if draft.num_drafts is None else draft.num_drafts
+            count = jnp.broadcast_to(jnp.asarray(count, jnp.int32), has_copy.shape)
             known = finite if draft.finite is None else draft.finite
             logits = draft.logits
             if sampler.keeps_logits and logits is None:
@@ -87,13 +88,13 @@ class Copying:
             return copy.block, copy.num_drafts, finite, copy.logits, inner
 
         # A step without any row that drafts is only timed: it takes the time of the drafter.
-        everywhere = (found | sampler.idle).all() & ~sampler.idle.all()
+        everywhere = (has_copy | sampler.idle).all() & ~sampler.idle.all()
         block, count, finite, logits, inner = jax.lax.cond(everywhere, copied, drafted, inner)
-        block = jnp.where(found[:, None], copy.block, block)
-        count = jnp.where(found, copy.num_drafts, count)
+        block = jnp.where(has_copy[:, None], copy.block, block)
+        count = jnp.where(has_copy, copy.num_drafts, count)
         if logits is not None and copy.logits is not None:
-            logits = jnp.where(found[:, None, None], copy.logits, logits)
-        return Draft(block, found | finite, count, found, logits), (inner, text)
+            logits = jnp.where(has_copy[:, None, None], copy.logits, logits)
+        return Draft(block, has_copy | finite, count, has_copy, logits), (inner, text)
 
     def take(self, state: Any, row: Any, start: Any, length: int) -> tuple[Any, Any]:
         """Return the parts of both states for some positions of a row, for the prefix cache."""

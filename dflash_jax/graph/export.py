@@ -47,8 +47,8 @@ from dflash_jax.plan import ResolvedPlan
 from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.atomic import new_path
-from dflash_jax.utils.kept_files import kept_by_default
 from dflash_jax.utils.python_command import python_command
+from dflash_jax.utils.store import default_store
 from dflash_jax.version import __version__
 
 FORMAT = 1
@@ -63,7 +63,7 @@ from dflash_jax.graph.export import checked
 print(json.dumps(checked(sys.argv[1])))
 """
 PATIENCE = 120  # seconds for that
-CHECKED = "checked"  # cache of empty files that say which programs passed
+CHECKED = "checked"  # cache of empty entries that say which programs passed
 MOST_RECORDS = 2**20  # bytes of it
 CALLING = re.compile(r"custom_call|stablehlo\.(infeed|outfeed|send|recv)\b")
 MANIFEST = "manifest.json"
@@ -202,7 +202,7 @@ def _read(archive: zipfile.ZipFile, path: str) -> "ExportedGraph":
         )
     blobs = [archive.read(f"programs/{i}") for i in range(len(manifest["programs"]))]
     _check_programs(path, blobs)
-    plan = ResolvedPlan.from_json(manifest["plan"])
+    plan = ResolvedPlan.parse(manifest["plan"], where=f"the plan of {path}")
     exported = {}
     for name, blob in zip(manifest["programs"], blobs, strict=True):
         key = ProgramKey.parse(name)
@@ -254,8 +254,10 @@ def _check_programs(path: str, blobs: Sequence[bytes]) -> None:
     passed before, with these versions, are not checked again.
     """
     digests = {hashlib.sha256(blob).hexdigest() for blob in blobs}
-    record = _record(digests)
-    if record and record.is_file():
+    store = default_store(CHECKED, f".{CHECKED}", size=MOST_RECORDS)
+    made_by = [FORMAT, __version__, jax.__version__, jaxlib.__version__, CALLS, sorted(digests)]
+    key = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
+    if store is not None and store.get(key) is not None:
         return
     root = str(Path(__file__).parents[2])
     paths = filter(None, [root, os.environ.get("PYTHONPATH")])
@@ -283,17 +285,9 @@ def _check_programs(path: str, blobs: Sequence[bytes]) -> None:
         )
     if not digests <= set(passed):
         raise CheckpointError(f"{path} was changed while it was read; load it again")
-    with contextlib.suppress(OSError):  # as on a full disk: it is checked again
-        if record:
-            record.touch(mode=0o600)
-
-
-def _record(digests: Collection[str]) -> Path | None:
-    """Return the file that exists if programs passed with these versions; None without a cache."""
-    made_by = [FORMAT, __version__, jax.__version__, jaxlib.__version__, CALLS, sorted(digests)]
-    name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
-    kept = kept_by_default(CHECKED, MOST_RECORDS)
-    return kept.path(name) if kept else None
+    with contextlib.suppress(OSError):  # a full disk, say: the file is checked again next time
+        if store is not None:
+            store.put(key, [])
 
 
 def checked(path: str) -> tuple[str, list[str]]:
@@ -359,7 +353,10 @@ class ExportedGraph:
         stored: Mapping[str, np.ndarray] | None,
     ):
         """Keep what `load_exported` has read."""
-        self.plan, self.config, self._programs, self._stored = plan, config, programs, stored
+        self.plan = plan
+        self.config = config
+        self._programs = programs
+        self._stored = stored
         self._manifest = manifest
         self.params = {
             name: jax.ShapeDtypeStruct(shape, dtype)
@@ -383,11 +380,11 @@ class ExportedGraph:
         Raises:
           PlanError: parameters are missing, unknown or of another shape.
         """
-        given = self._stored if params is None else params
-        if given is None:
+        chosen = self._stored if params is None else params
+        if chosen is None:
             raise PlanError("the file has no parameters; give them, or export with `params`")
         expected = self._manifest["params"]
-        return jax.device_put(_fitting(expected, given, self.plan, self._manifest["forms"]))
+        return jax.device_put(_fitting(expected, chosen, self.plan, self._manifest["forms"]))
 
     @isolated_jax_config()
     def init_state(self) -> DecodeState:
@@ -438,13 +435,15 @@ def _register() -> None:
 def _without_classes(program: Program) -> tuple[Any, tuple[Any, ...]]:
     """Return a program as a function of `_plain` trees, and its arguments."""
     params, *rest = program.arguments
-    names, structure, others = list(by_path(params)), jax.tree.structure(params), tuple(rest)
+    names = list(by_path(params))
+    structure = jax.tree.structure(params)
+    others = tuple(rest)
     rest_structure = jax.tree.structure(others)
 
     def call(named: dict[str, Any] | None, *plain: Any) -> Any:
         whole = jax.tree.unflatten(structure, [(named or {})[name] for name in names])
-        given = jax.tree.unflatten(rest_structure, jax.tree.leaves(plain))
-        return _plain(program.function(whole, *given))
+        arguments = jax.tree.unflatten(rest_structure, jax.tree.leaves(plain))
+        return _plain(program.function(whole, *arguments))
 
     call.__name__ = program.key.identifier
     return call, (None if params is None else by_path(params), *_plain(others))
@@ -467,25 +466,25 @@ def _kind(leaf: Any) -> tuple[list[int], str]:
 
 
 def _fitting(
-    expected: Mapping[str, Any], given: Any, plan: ResolvedPlan, forms: Mapping[str, str]
+    expected: Mapping[str, Any], params: Any, plan: ResolvedPlan, forms: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return arrays by path, laid out and cast as programs expect them."""
-    if wrong := [name for name, x in by_path(given).items() if not hasattr(x, "dtype")]:
+    if wrong := [name for name, x in by_path(params).items() if not hasattr(x, "dtype")]:
         raise PlanError(f"the parameter {wrong[0]} is no array; give trees by role")
-    tree = jax.tree.map(lambda x: x, given, is_leaf=lambda x: isinstance(x, StructuredWeight))
+    tree = jax.tree.map(lambda x: x, params, is_leaf=lambda x: isinstance(x, StructuredWeight))
     if isinstance(tree, dict):
-        set_weight_layout(tree, plan.weight_layout, forms)  # in the copy
-    found = by_path(tree)
-    for name in dict.fromkeys([*expected, *found]):
-        x = found.get(name)
+        set_weight_layout(tree, forms, native=plan.kernels == "native")  # in the copy
+    leaves = by_path(tree)
+    for name in dict.fromkeys([*expected, *leaves]):
+        x = leaves.get(name)
         kind = _kind(x) if hasattr(x, "dtype") else None
         wanted = (list(expected[name][0]), expected[name][1]) if name in expected else None
         alike = kind and wanted and kind[0] == wanted[0] and _is_float(kind) == _is_float(wanted)
         if not alike:
-            given = f"{kind[1]}{kind[0]}" if kind else "missing"
+            described = f"{kind[1]}{kind[0]}" if kind else "missing"
             expects = f"{wanted[1]}{wanted[0]}" if wanted else "none"
-            raise PlanError(f"the parameter {name} is {given}; expected {expects}")
-    return {name: found[name].astype(jnp.dtype(dtype)) for name, (_, dtype) in expected.items()}
+            raise PlanError(f"the parameter {name} is {described}; expected {expects}")
+    return {name: leaves[name].astype(jnp.dtype(dtype)) for name, (_, dtype) in expected.items()}
 
 
 def _is_float(kind: tuple[list[int], str]) -> bool:

@@ -11,25 +11,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dflash_jax.declared import unknown_names
+from dflash_jax.declared import sentences, unknown_names
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph.abstract import PlannedPair, by_path, init_params, path_name
 from dflash_jax.graph.build import Executable, compile_programs, lower
 from dflash_jax.graph.contract import check_members, check_shapes
 from dflash_jax.graph.explain import Explanation, explain, explain_here
 from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
-from dflash_jax.graph.memory import DEVICES, Budget, budget
+from dflash_jax.graph.memory import Budget, budget
 from dflash_jax.graph.placement import AXES, named_mesh, place_empty_state, place_params
 from dflash_jax.graph.programs import Program, declare, is_multi_step
 from dflash_jax.graph.protocols import arrays_of
 from dflash_jax.graph.resolve import resolve, resolve_here
+from dflash_jax.graph.roofline import DEVICES
 from dflash_jax.graph.settings import isolated_jax_config
-from dflash_jax.graph.state import RowRules, StepOutput, idle_rules, read_output
+from dflash_jax.graph.state import (
+    PromptPart,
+    RowRules,
+    StepOutput,
+    idle_rules,
+    prompt_arrays,
+    read_output,
+)
 from dflash_jax.graph.steps.acceptance import frozen
 from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.graph.steps.pair import Pair, Params
 from dflash_jax.plan import Plan, ResolvedPlan
-from dflash_jax.quant.layouts import StructuredWeight
+from dflash_jax.quant.layouts import Interleaved, StructuredWeight
 
 NAMES = ("prefill", "plain", "speculative")
 
@@ -78,13 +86,13 @@ class Graph(PlannedPair):
             raise PlanError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
         check_members(pair)
         if device and not isinstance(plan, ResolvedPlan):
-            found = DEVICES[device]
-            plan = resolve(plan, pair, platform=found.platform, memory=found.memory)
+            machine = DEVICES[device]
+            plan = resolve(plan, pair, platform=machine.platform, memory=machine.memory)
         elif not isinstance(plan, ResolvedPlan):
             plan = resolve_here(plan, pair)
         super().__init__(pair, plan, mesh)
         check_shapes(self)
-        object.__setattr__(self, "_device", device)
+        self._device = device
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Graph) and self._identity == other._identity
@@ -116,9 +124,8 @@ class Graph(PlannedPair):
         Args:
           compile: compile the programs, and report their measured bytes.
         """
-        device = getattr(self, "_device", "")
-        if device:
-            return explain(self, DEVICES[device], compile=compile)
+        if self._device:
+            return explain(self, DEVICES[self._device], compile=compile)
         return explain_here(self, compile=compile)
 
     def with_plan(self, **changes: Any) -> "Graph":
@@ -148,22 +155,24 @@ class Graph(PlannedPair):
         """
 
         params = arrays_of(params)
-        given = by_path(params, StructuredWeight)
+        leaves = by_path(params, StructuredWeight)
 
         def cast(path: Any, wanted: Any) -> Any:
             name = path_name(path)
-            found = given.get(name)
-            shape = getattr(found, "shape", "missing")
+            leaf = leaves.get(name)
+            shape = getattr(leaf, "shape", "missing")
             if shape != wanted.shape:
                 raise PlanError(f"the parameter {name} is {shape}; expected {wanted.shape}")
-            return (
-                found if isinstance(found, StructuredWeight) else jnp.asarray(found, wanted.dtype)
-            )
+            if isinstance(leaf, StructuredWeight):
+                return leaf
+            values = wanted.arrays["values"] if isinstance(wanted, Interleaved) else wanted
+            return jnp.asarray(leaf, values.dtype)
 
         if self.specs:
             return place_params(self, params)  # packed before
-        plain = PlannedPair(self.pair, dataclasses.replace(self.plan, weight_layout="row_major"))
-        return place_params(self, jax.tree_util.tree_map_with_path(cast, plain.params))
+        is_leaf = lambda x: isinstance(x, Interleaved)  # noqa: E731
+        cast_params = jax.tree_util.tree_map_with_path(cast, self.params, is_leaf=is_leaf)
+        return place_params(self, cast_params)
 
     @isolated_jax_config()
     def init_state(self) -> Any:
@@ -187,15 +196,16 @@ class Graph(PlannedPair):
         Args:
           temperature: 0 is greedy.
           top_k, top_p, min_p: filters of sampled tokens; 0, 1 and 0 are off.
-          seed: of sampled tokens.
+          seed: seed of sampled tokens in row 0.
           stop: tokens that end a row; by default the end tokens of the target's config.
-          max_length: of prompt and output together; by default the plan's.
+          max_length: most tokens of prompt and output together; by default the plan's.
           drafts: maximum number of drafts to verify; by default all of a block.
 
         Raises:
           RequestError: there are more stop tokens than the plan has room for.
         """
-        plan, rows = self.plan, self.plan.rows
+        plan = self.plan
+        rows = self.plan.rows
         stops = [*(getattr(self.config, "eos_token_ids", ()) if stop is None else stop)]
         if len(stops) > plan.stop_slots:
             raise RequestError(
@@ -244,7 +254,7 @@ class Graph(PlannedPair):
         """Compile programs ahead of time.
 
         Args:
-          names: of programs, as for `lower`; without a variant, the greedy one.
+          names: names of programs, as for `lower`; without a variant, the greedy one.
 
         Raises:
           PlanError: there is no such program, or one would copy its donated state.
@@ -269,7 +279,7 @@ class Graph(PlannedPair):
         for `jax.export`.
 
         Args:
-          names: of programs, as for `compile`; by default all.
+          names: names of programs, as for `compile`; by default all.
           params: parameters from `place_params`, or an engine's, to be stored in the file. By
             default they are given to `ExportedGraph.place_params`.
           tokenizer: the target's, as in `engine.tokenizer`.
@@ -282,8 +292,14 @@ class Graph(PlannedPair):
         """
         from dflash_jax.graph.export import export  # imports `jax.export`, which few need
 
-        options: dict[str, Any] = {"tokenizer": tokenizer, "overwrite": overwrite}
-        export(self, path, names=names, params=params, **options)
+        export(
+            self,
+            path,
+            names=names,
+            params=params,
+            tokenizer=tokenizer,
+            overwrite=overwrite,
+        )
 
 
 def keys_of(
@@ -309,12 +325,9 @@ def keys_of(
         known |= {str(ProgramKey(key.step, variant)): key for variant in served}
         if Variant.GREEDY in served:
             known[str(key.step)] = key
-    keys = []
-    for name in names:
-        if problem := unknown_names([name], known, f"program of {place}"):
-            raise PlanError(problem)
-        keys.append(known[name])
-    return [*dict.fromkeys(keys)]
+    if problems := unknown_names(names, known, f"program of {place}"):
+        raise PlanError(sentences(problems))
+    return [*dict.fromkeys(known[name] for name in names)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +345,11 @@ class Output:
     def tokens(self) -> list[list[int]]:
         """The newly decided tokens of each row, in order."""
         steps = read_output(self.step)
-        return [[t for step in steps for t in step[row].tokens] for row in range(len(steps[0]))]
+        tokens: list[list[int]] = [[] for _ in steps[0]]
+        for step in steps:
+            for row, output in enumerate(step):
+                tokens[row] += output.tokens
+        return tokens
 
     @property
     def num_tokens(self) -> np.ndarray:
@@ -378,39 +395,65 @@ class GraphPrograms(Mapping[str, Executable]):
 
         Args:
           tokens: the prompt, at least one token.
-          rules: of all rows, from `Graph.rules`; by default greedy.
+          rules: rules of all rows, from `Graph.rules`; by default greedy.
 
         Raises:
           RequestError: the prompt is empty, has unknown tokens or leaves no room for an output.
         """
-        plan, rules = self.graph.plan, rules or self._rules
-        ids = np.asarray(tokens, np.int32).reshape(-1)
-        vocab, most = self.graph.config.vocab_size, plan.max_length
-        known = 0 < len(ids) < most and 0 <= ids.min() <= ids.max() < vocab
-        if not known or not 0 <= row < plan.rows:
-            raise RequestError(
-                f"got {len(ids)} tokens for row {row}; expected 1 to {most - 1} tokens of 0 to"
-                f" {vocab - 1}, and a row below {plan.rows}"
-            )
-        program, single = self._program(Step.PREFILL, rules), plan.fed_rows < plan.rows
-        at, where = (0, np.int32(row)) if single else (row, None)
+        plan = self.graph.plan
+        rules = rules or self._rules
+        ids = self._checked_prompt(tokens, row)
+        program = self._program(Step.PREFILL, rules)
+        is_single = plan.prefill_rows < plan.rows
         out: Any = None
-        start, wide = 0, self._executables.get(Step.PREFILL_WIDE)
+        start = 0
         while start < len(ids):
-            run, width, part = program, plan.chunk, ids[start : start + plan.chunk]
-            variant = program.key.variant or Variant.GREEDY
-            if wide and (several := self.graph.wide_part(start, len(ids) - start, variant)):
-                run, width, part = wide, self.graph.wide_prefill, ids[start : start + several]
-            fed = np.zeros((plan.fed_rows, width), np.int32)
-            count, fresh = np.zeros(plan.fed_rows, np.int32), np.zeros(plan.fed_rows, bool)
-            fed[at, : len(part)], count[at], fresh[at] = part, len(part), start == 0
-            inputs = PrefillInputs(fed, count, fresh, rules, where)
+            run, width, count = self._prefill_call(program, start, len(ids) - start)
+            part = PromptPart(0 if is_single else row, start, ids[start : start + count])
+            inputs = PrefillInputs(
+                *prompt_arrays([part], plan.prefill_rows, width),
+                rules,
+                row=np.int32(row) if is_single else None,
+            )
             state, _, out = run(self._whole(params), state, None, inputs)
-            start += len(part)
+            start += count
         packed = out.packed
-        if single:
+        if is_single:
             packed = jnp.zeros((plan.rows, packed.shape[-1]), packed.dtype).at[row].set(packed[0])
         return state, self._output(state, rules, dataclasses.replace(out, packed=packed))
+
+    def _checked_prompt(self, tokens: Sequence[int], row: int) -> np.ndarray:
+        """Return the ids of a prompt, or raise RequestError."""
+        rows = self.graph.plan.rows
+        most = self.graph.plan.max_length - 1
+        vocab_size = self.graph.config.vocab_size
+        ids = np.asarray(tokens, np.int32).reshape(-1)
+        known = 0 < len(ids) <= most and 0 <= ids.min() <= ids.max() < vocab_size
+        if not known or not 0 <= row < rows:
+            raise RequestError(
+                f"got {len(ids)} tokens for row {row}; expected 1 to {most} tokens of 0 to"
+                f" {vocab_size - 1}, and a row below {rows}"
+            )
+        return ids
+
+    def _prefill_call(
+        self, program: Executable, start: int, left: int
+    ) -> tuple[Executable, int, int]:
+        """Return the program that feeds a prompt's next tokens, its width, and how many it feeds.
+
+        Args:
+          program: the program that feeds a chunk.
+          start: number of tokens that were fed before.
+          left: number of tokens that are left.
+        """
+        wide = self._executables.get(Step.PREFILL_WIDE)
+        if wide is not None:
+            variant = program.key.variant or Variant.GREEDY
+            count = self.graph.wide_part(start, left, variant)
+            if count:
+                return wide, self.graph.wide_prefill, count
+        chunk = self.graph.plan.chunk
+        return program, chunk, min(left, chunk)
 
     def plain(
         self, params: Params, state: Any, *, rules: RowRules | None = None, steps: int = 1
@@ -424,7 +467,7 @@ class GraphPrograms(Mapping[str, Executable]):
         """Draft, verify, decide and commit a block of each row, in one dispatch.
 
         Args:
-          rules: of all rows, from `Graph.rules`; by default greedy.
+          rules: rules of all rows, from `Graph.rules`; by default greedy.
           steps: number of steps, at most `Plan.steps_per_call`.
         """
         return self._decode(Step.SPECULATIVE, params, state, rules, steps)
@@ -432,7 +475,8 @@ class GraphPrograms(Mapping[str, Executable]):
     def _decode(
         self, step: Step, params: Params, state: Any, rules: RowRules | None, steps: int
     ) -> tuple[Any, Output]:
-        rules, plan = rules or self._rules, self.graph.plan
+        rules = rules or self._rules
+        plan = self.graph.plan
         if not 1 <= steps <= plan.steps_per_call:
             raise RequestError(f"steps is {steps}; expected 1 to {plan.steps_per_call}")
         multi = is_multi_step(plan, Variant.GREEDY)

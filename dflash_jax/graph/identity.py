@@ -46,7 +46,7 @@ class Identities:
       environment: digest of what every program depends on, but for the package's code.
 
     Args:
-      options: of XLA.
+      options: options of XLA.
     """
 
     def __init__(self, options: Mapping[str, Any]):
@@ -73,7 +73,7 @@ class Identities:
         return self._modules[name]
 
 
-_digested: dict[str, tuple[list[Any], str]] = {}  # of each module, its members and their digest
+_digested: dict[str, tuple[list[Any], str]] = {}  # members and digest of each module
 
 
 def _module_digest(module: types.ModuleType) -> str:
@@ -161,7 +161,8 @@ class _Description:
 
 def _reachable(names: Iterable[str]) -> set[str]:
     """Return the loaded modules of this package that some modules refer to, and themselves."""
-    waiting, reached = list(names), set[str]()
+    waiting = list(names)
+    reached = set[str]()
     while waiting:
         name = waiting.pop()
         if name in reached:

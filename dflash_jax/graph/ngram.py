@@ -57,18 +57,19 @@ class NGram:
     ) -> tuple[Draft, Int[Array, "B S"]]:
         """Draft the tokens after the match; none where there is no match of `least` tokens."""
         full = self.observe(params, text, anchor[:, None], (), start)
-        places = jnp.arange(full.shape[1])[None, :]
-        length, going = jnp.zeros_like(full), places < start[:, None]
-        for i in range(self.most):  # tokens that agree before each place, itself included
+        positions = jnp.arange(full.shape[1])[None, :]
+        length = jnp.zeros_like(full)
+        going = positions < start[:, None]
+        for i in range(self.most):  # tokens that agree before each position, itself included
             back = jnp.take_along_axis(full, jnp.maximum(start - i, 0)[:, None], axis=1)
-            going &= (jnp.roll(full, i, axis=1) == back) & (places >= i)
+            going &= (jnp.roll(full, i, axis=1) == back) & (positions >= i)
             length += going.astype(jnp.int32)
-        score = jnp.where(length >= self.least, length * full.shape[1] + places, -1)
+        score = jnp.where(length >= self.least, length * full.shape[1] + positions, -1)
         at = jnp.argmax(score, axis=1).astype(jnp.int32)  # the latest of the longest
         period = jnp.maximum(start - at, 1)  # a text that ends is taken to begin again at the match
-        following = at[:, None] + 1 + jnp.arange(sampler.places)[None, :] % period[:, None]
+        following = at[:, None] + 1 + jnp.arange(sampler.num_drafts)[None, :] % period[:, None]
         tokens = jnp.take_along_axis(full, following, axis=1)
-        count = jnp.where(score.max(axis=1) >= 0, sampler.places, 0)
+        count = jnp.where(score.max(axis=1) >= 0, sampler.num_drafts, 0)
         return dataclasses.replace(sampler.certain(tokens, count), copied=count > 0), text
 
     def take(self, text: Int[Array, "B S"], row: Any, start: Any, length: int) -> Int[Array, " L"]:

@@ -35,7 +35,7 @@ from dflash_jax.quant.layouts import (
     StructuredWeight,
     pack,
 )
-from dflash_jax.utils.allocator import give_back_zeros
+from dflash_jax.utils.allocator import drop_pages_of_zeros
 
 AXES = ("data", "model")
 MOST_NAMED = 5  # parameters that an error lists
@@ -44,12 +44,14 @@ MOST_NAMED = 5  # parameters that an error lists
 @isolated_jax_config()
 def place_params(planned: PlannedPair, params: Params) -> Params:
     """Return the parameters in the layout and on the devices of the plan."""
-    plan, pair, params = planned.plan, planned.pair, arrays_of(params)
+    plan = planned.plan
+    pair = planned.pair
+    params = arrays_of(params)
     if pair.drafter is not None:
         params = {"drafter": {}} | params  # it may have no parameters
     params = jax.tree.map(lambda x: x, params, is_leaf=lambda x: isinstance(x, StructuredWeight))
     # In the copy of the tree.
-    set_weight_layout(params, plan.weight_layout, planned.forms)
+    set_weight_layout(params, planned.forms, native=plan.kernels == "native")
     params = choose_products(params, plan.kernels, plan.activations)
     if plan.two_devices and pair.drafter is not None:
         return two_devices.place_params(plan, params, pair.target)
@@ -59,42 +61,47 @@ def place_params(planned: PlannedPair, params: Params) -> Params:
     return place(params, param_shardings(mesh, params, planned.model_axes))
 
 
-def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
-    """Return the present parameters with others of one role or of both, on the same devices.
+def updated_params(planned: PlannedPair, new_params: Any, current_params: Params) -> Params:
+    """Return the current parameters with others of one role or of both, on the same devices.
 
     Args:
-      given: trees by role, "target" and "drafter"; a role that is left out keeps its parameters.
+      new_params: trees by role, "target" and "drafter"; a role that is left out keeps what it has.
         Floats of any precision are cast, packed and laid out as at loading. Packed weights have to
-        be those of a tree like `present`.
+        be those of a tree like `current_params`.
 
     Raises:
       CheckpointError: parameters are missing or unknown, or have another shape or type.
     """
-    plan, products = planned.plan, (planned.plan.kernels, planned.plan.activations)
-    unpacked: dict[str, Any] = {"weights": "float", "stored": (), "kernels": "xla"}
-    unpacked["weight_layout"] = "row_major"
-    wanted = PlannedPair(planned.pair, dataclasses.replace(plan, **unpacked)).params
-    if not isinstance(given, Mapping) or wanted.keys().isdisjoint(given):
+    plan = planned.plan
+    products = (planned.plan.kernels, planned.plan.activations)
+    floats = dataclasses.replace(plan, weights="float", stored=(), kernels="xla")
+    wanted = PlannedPair(planned.pair, floats).params
+    if not isinstance(new_params, Mapping) or wanted.keys().isdisjoint(new_params):
         raise CheckpointError(
             f"what was given has none of {', '.join(wanted)}; give a tree like `engine.params`"
         )
-    given = arrays_of(dict(given))
-    given = {name: tree for name, tree in given.items() if name != "shared" or name not in present}
-    old = by_path({name: present[name] for name in wanted}, StructuredWeight)
-    replaced = {role: tree for role, tree in wanted.items() if role in given}
-    expected, found = by_path(replaced), by_path(given, StructuredWeight)
-    found = {name: choose_products(leaf, *products) for name, leaf in found.items()}
+    new_params = arrays_of(dict(new_params))
+    if "shared" in current_params:
+        new_params.pop("shared", None)
+    old = by_path({name: current_params[name] for name in wanted}, StructuredWeight)
+    replaced = {role: tree for role, tree in wanted.items() if role in new_params}
+    expected = by_path(replaced)
+    new_leaves = by_path(new_params, StructuredWeight)
+    new_leaves = {name: choose_products(leaf, *products) for name, leaf in new_leaves.items()}
     forms = planned.forms
-    problems = [f"{name} is unknown" for name in found if name not in expected]
+    problems = [f"{name} is unknown" for name in new_leaves if name not in expected]
     for name, x in expected.items():
-        how, stack = planned.specs.get(name), forms.get(name) == STACK
-        if problem := _misfit(found.get(name), x, old[name], how, stack=stack):
+        how = planned.specs.get(name)
+        stack = forms.get(name) == STACK
+        if problem := _misfit(new_leaves.get(name), x, old[name], how, stack=stack):
             problems.append(f"{name} {problem}")
     for name, x in old.items():
         if name not in expected and any(leaf.is_deleted() for leaf in jax.tree.leaves(x)):
             problems.append(f"{name} was donated to another program and has to be given, too")
     if problems:
-        more = f"; and {len(problems) - MOST_NAMED} more" * (len(problems) > MOST_NAMED)
+        more = ""
+        if len(problems) > MOST_NAMED:
+            more = f"; and {len(problems) - MOST_NAMED} more"
         raise CheckpointError(
             f"{'; '.join(problems[:MOST_NAMED])}{more}; give a tree like `engine.params`, or load"
             " again"
@@ -102,7 +109,8 @@ def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
 
     def make(path: Any, x: jax.ShapeDtypeStruct) -> Any:
         name = path_name(path)
-        leaf, how = found[name], planned.specs.get(name)
+        leaf = new_leaves[name]
+        how = planned.specs.get(name)
         if isinstance(leaf, StructuredWeight) and _alike(leaf, old[name]):
             return leaf
         if how:
@@ -112,33 +120,33 @@ def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
         return np.asarray(leaf).astype(x.dtype)
 
     made = jax.tree_util.tree_map_with_path(make, replaced)
-    placed = place_params(planned, {role: made.get(role, present[role]) for role in wanted})
-    return jax.device_put(placed, jax.tree.map(lambda leaf: leaf.sharding, present))
+    placed = place_params(planned, {role: made.get(role, current_params[role]) for role in wanted})
+    return jax.device_put(placed, jax.tree.map(lambda leaf: leaf.sharding, current_params))
 
 
 def _misfit(
-    found: Any, wanted: jax.ShapeDtypeStruct, old: Any, how: Spec | None, *, stack: bool
+    new: Any, wanted: jax.ShapeDtypeStruct, old: Any, how: Spec | None, *, stack: bool
 ) -> str:
     """Return why a parameter cannot take the place of another, or nothing."""
-    if found is None:
+    if new is None:
         return "is missing"
-    if isinstance(found, jax.core.Tracer):
+    if isinstance(new, jax.core.Tracer):
         return "is traced; call this outside of functions that JAX transforms"
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(found)):
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(new)):
         return "was donated to another program"
-    if _alike(found, old):
+    if _alike(new, old):
         return ""
-    if isinstance(found, Packed | Joined) or (isinstance(found, Interleaved) and found.kind):
+    if isinstance(new, Packed | Joined) or (isinstance(new, Interleaved) and new.kind):
         return "is packed in another way than the engine's; give floats"
     if how and (stack or len(how[1]) > 1 or how[1][0][0] not in QUANTISED.values()):
         return f"is kept in its file's format, {how[1][0][0]}; load with weights='int8' or 'float'"
-    if not isinstance(found, np.ndarray | jax.Array | StructuredWeight):
-        return f"is a {type(found).__name__}; expected {wanted.dtype}{[*wanted.shape]}"
-    dtype = jax.tree.leaves(found)[0].dtype
+    if not isinstance(new, np.ndarray | jax.Array | StructuredWeight):
+        return f"is a {type(new).__name__}; expected {wanted.dtype}{[*wanted.shape]}"
+    dtype = jax.tree.leaves(new)[0].dtype
     kind = jnp.floating if jnp.issubdtype(wanted.dtype, jnp.floating) else jnp.integer
-    if found.shape == wanted.shape and jnp.issubdtype(dtype, kind):
+    if new.shape == wanted.shape and jnp.issubdtype(dtype, kind):
         return ""
-    return f"is {dtype}{[*found.shape]}; expected {wanted.dtype}{[*wanted.shape]}"
+    return f"is {dtype}{[*new.shape]}; expected {wanted.dtype}{[*wanted.shape]}"
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -171,18 +179,18 @@ def _untouched(zeros: np.ndarray) -> jax.Array:
     """Return an array of zeros whose pages are not in memory."""
     array = jax.device_put(zeros)
     if not isinstance(array, jax.core.Tracer):
-        give_back_zeros(array.block_until_ready().unsafe_buffer_pointer(), array.nbytes)
+        drop_pages_of_zeros(array.block_until_ready().unsafe_buffer_pointer(), array.nbytes)
     return array
 
 
-def place(tree: Any, places: Any) -> Any:
+def place(tree: Any, placement: Any) -> Any:
     """Return a tree of arrays that every host has, placed; each host transfers its shards only.
 
     Args:
-      places: shardings of the arrays; None for the default device.
+      placement: shardings of the arrays; None for the default device.
     """
-    if places is None or jax.process_count() == 1:
-        return jax.device_put(tree, places)
+    if placement is None or jax.process_count() == 1:
+        return jax.device_put(tree, placement)
 
     def put(x: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(x, jax.Array) and x.sharding == sharding:
@@ -190,7 +198,7 @@ def place(tree: Any, places: Any) -> Any:
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-    return jax.tree.map(put, tree, places)
+    return jax.tree.map(put, tree, placement)
 
 
 def device_mesh(plan: ResolvedPlan) -> Mesh | None:

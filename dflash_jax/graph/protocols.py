@@ -12,8 +12,8 @@ later tokens of its block, on other rows, or on where a block begins, and slots 
 position must be read through a mask only. A drafter decides nothing: wrong, missing or non-finite
 drafts cost speed, never a token.
 
-Letters: B rows, T tokens of a call, D width, V vocabulary, R = T - 1 drafted places of a block, N
-tokens that a place chooses from.
+Letters: B rows, T tokens of a call, D width, V vocabulary, R = T - 1 drafted positions of a block,
+N tokens that a position chooses from.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ class WeightInfo:
     """How a weight may be stored, declared by `nn.layers.weight` in the collection `WEIGHTS`."""
 
     split: int | None = None  # the axis that the devices of a mesh may split
-    form: str = FLOAT  # of `quant.layouts`: whether it is quantised and laid out for kernels
+    form: str = FLOAT  # a form of `quant.layouts`: whether it is quantised and laid out for kernels
 
 
 # -- the target ------------------------------------------------------------------------------------
@@ -115,9 +115,9 @@ class Target(Protocol):
       raw_logits(hidden): logits before a softcap, which drafters use in place of `logits`.
       shared_layers(): a target with the embedding and head alone, and the names of its top
         parameters; a drafter on a device of its own needs a copy of these. By default of all.
-      any_width: whether a token has the same bits in calls of every width, so that plain steps of
-        exact plans may be one token wide. By default they are as wide as blocks.
-      kernels: a field of a Linen module, which `Pair` sets to `Plan.kernels`.
+      width_invariant: whether a token has the same bits in calls of every width, so that plain
+        steps of exact plans may be one token wide. By default they are as wide as blocks.
+      kernels: a field of a Linen module, which a graph sets to `Plan.kernels`.
       __call__(..., num_live): the first tokens of each row that count [B]; the others may be
         computed as anything finite. Native kernels skip tokens whose hidden states are zeros.
       logits(..., num_live): the same; the logits of the others may be anything.
@@ -188,7 +188,7 @@ class Draft:
     finite: Bool[Array, " B"] | None = None  # whether the drafter's numbers were; None if so
     num_drafts: Int[Array, " B"] | None = None  # leading drafts to verify; None for all
     copied: Bool[Array, " B"] | None = None  # whether they were copied from the text
-    # The drafter's logits of each place, -inf for tokens that it does not know; None unless
+    # The drafter's logits of each position, -inf for tokens that it does not know; None unless
     # `DraftSampler.keeps_logits`. Drafts without any count as certain.
     logits: Float[Array, "B R V"] | None = None
 
@@ -217,7 +217,7 @@ Acceptance = Callable[[Verification], tuple[Int[Array, " B"], Int[Array, " B"]]]
 class DraftChoice:
     """Chosen drafts, as indices into the last axis of the logits."""
 
-    index: Int[Array, "B *places"]
+    index: Int[Array, "B *positions"]
     finite: Bool[Array, " B"]
 
 
@@ -228,7 +228,7 @@ class DraftSampler(Protocol):
     """
 
     @property
-    def places(self) -> int:
+    def num_drafts(self) -> int:
         """Number of drafts R of a block."""
         ...
 
@@ -245,7 +245,7 @@ class DraftSampler(Protocol):
     def sample_all(
         self, logits: Float[Array, "B R N"], ids: Int[Array, " N"] | None = None
     ) -> DraftChoice:
-        """Choose all places at once, each as the target would by these logits.
+        """Choose all positions at once, each as the target would by these logits.
 
         Args:
           ids: the token of each logit; None if it is the index.
@@ -253,9 +253,9 @@ class DraftSampler(Protocol):
         ...
 
     def sample_one(
-        self, logits: Float[Array, "B N"], place: int, ids: Int[Array, "*rows N"] | None = None
+        self, logits: Float[Array, "B N"], at: int, ids: Int[Array, "*rows N"] | None = None
     ) -> DraftChoice:
-        """Choose one place, from 0, as the target would by these logits; `ids` as above."""
+        """Choose position `at` of the block, from 0, as the target would; `ids` as above."""
         ...
 
     def draft(
@@ -263,15 +263,15 @@ class DraftSampler(Protocol):
         tokens: Int[Array, "B R"],
         finite: Bool[Array, " B"],
         *,
-        survival: Float[Array, "B R"] | None = None,
+        confidence: Float[Array, "B R"] | None = None,
         logits: Float[Array, "B R N"] | None = None,
-        ids: Int[Array, "*places N"] | None = None,
+        ids: Int[Array, "*positions N"] | None = None,
     ) -> Draft:
         """Assemble the chosen tokens into a draft.
 
         Args:
-          survival: probability that each draft and all before it are accepted.
-          logits: from which each place was chosen.
+          confidence: probability that each draft and all before it are accepted.
+          logits: from which each position was chosen.
           ids: the token of each logit; None if it is the index.
         """
         ...
@@ -293,7 +293,8 @@ class Drafter(Protocol):
       block: tokens of the block that it advises, anchor included.
       trained_block: the widest block whose last drafts are worth verifying.
       reads: maximum number of tokens past a row's position that it writes into its state.
-      predicts_survival: whether its drafts have probabilities of acceptance (`Plan.min_survival`).
+      predicts_confidence: whether its drafts have probabilities of acceptance, which
+        `Plan.confidence_threshold` reads.
       commit(state, num_committed): called with the state that `observe` returned, once it is known
         how many of the observed tokens count. For states that are not positional.
       take(state, row, start, length), put(state, row, start, segment): cut the part of a row that
@@ -304,7 +305,7 @@ class Drafter(Protocol):
       windowed(window): a drafter with the same parameters that sees no more than the last `window`
         positions of a row (`Plan.draft_window`).
       kernels: as of a target.
-      loss(logits, labels, probs): the loss [B, R] of each place in training, in place of the
+      loss(logits, labels, probs): the loss [B, R] of each position in training, in place of the
         recipe's. `logits` [B, R, N] are those from which the drafter chose, `labels` the index of
         the target's token among them, `probs` the target's distributions over them where the
         recipe asks for these (`loss=kl`, `loss=mix`), else None.
@@ -346,7 +347,7 @@ class Drafter(Protocol):
         shared: SharedLayers,
         sampler: DraftSampler,
     ) -> tuple[Draft, Any]:
-        """Return `sampler.places` drafts after the anchor, which is at position `start`.
+        """Return `sampler.num_drafts` drafts after the anchor, which is at position `start`.
 
         What it writes into the returned state at `start` and after is not kept.
         """

@@ -6,7 +6,7 @@ Letters: B rows, T tokens in a call, D width, V vocabulary, E stop tokens per ro
 import dataclasses
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,8 +50,8 @@ class RowRules:
     top_p: Float[Array, " B"]  # 1 is off
     min_p: Float[Array, " B"]  # minimum probability relative to the most probable token; 0 is off
     seed: UInt32[Array, "B 2"]  # high word, low word
-    # Tokens among which `RowStep.next_best` is chosen, padded with -1; a row that begins with -1
-    # has the whole vocabulary.
+    # Tokens among which `RowStep.replacement_token` is chosen, padded with -1; a row that begins
+    # with -1 has the whole vocabulary.
     choices: Int[Array, "B N"] | None = None
     # First token of a tool call, whose odds every step reports (see `StepOutput`); -1 in rows that
     # need none. None leaves the odds out of the program.
@@ -79,12 +79,49 @@ def idle_arrays(plan: ResolvedPlan) -> dict[str, np.ndarray]:
         "seed": np.zeros((b, 2), np.uint32),
         "choices": np.full((b, CHOICES), -1, np.int32),
     }
-    return arrays | ({"opening": np.full(b, -1, np.int32)} if plan.call_odds else {})
+    if plan.report_tool_call_margin:
+        arrays["opening"] = np.full(b, -1, np.int32)
+    return arrays
 
 
 def idle_rules(plan: ResolvedPlan) -> RowRules:
     """Return rules under which every row is frozen."""
     return RowRules(**{name: jnp.asarray(array) for name, array in idle_arrays(plan).items()})
+
+
+class PromptPart(NamedTuple):
+    """The next tokens of one prompt.
+
+    Attributes:
+      row: row of the call's arrays, from 0.
+      position: number of the prompt's tokens that were fed before.
+      tokens: token ids, at most as many as the call is wide.
+    """
+
+    row: int
+    position: int
+    tokens: Sequence[int] | np.ndarray
+
+
+def prompt_arrays(
+    parts: Iterable[PromptPart], rows: int, width: int
+) -> tuple[Int[np.ndarray, "B C"], Int[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
+    """Return the padded tokens, their numbers and the starts of prompts of one prefill call.
+
+    Args:
+      parts: the next tokens of each prompt; rows without one are left unchanged.
+      rows: number of rows that the call feeds, B.
+      width: number of tokens that the call feeds to a row, C.
+    """
+    tokens = np.zeros((rows, width), np.int32)
+    lengths = np.zeros(rows, np.int32)
+    fresh = np.zeros(rows, bool)
+    for part in parts:
+        length = len(part.tokens)
+        tokens[part.row, :length] = part.tokens
+        lengths[part.row] = length
+        fresh[part.row] = part.position == 0
+    return tokens, lengths, fresh
 
 
 @struct.dataclass
@@ -100,7 +137,7 @@ class OutputColumn(enum.IntEnum):
     """Columns of a packed output after its tokens, counted from the end."""
 
     NUM_TOKENS = -4  # decided tokens; the first ones of a row are valid
-    NEXT_BEST = -3  # see `RowStep`
+    REPLACEMENT_TOKEN = -3  # see `RowStep`
     FINITE = -2  # whether the target's logits are finite
     NUM_DRAFTS = -1  # drafts verified, + COPIED; -1 if the drafter's numbers are not finite
 
@@ -113,7 +150,7 @@ class OutputSizes(NamedTuple):
 
     tokens: int  # T
     drafts: int = 0  # T - 1 in steps that draft, if the plan reports drafts
-    top: int = 0  # most probable tokens of each place, if the plan reports them
+    top: int = 0  # most probable tokens of each position, if the plan reports them
 
     def columns(self, rules: RowRules) -> int:
         """Return the number of columns, in programs with such rules."""
@@ -121,10 +158,10 @@ class OutputSizes(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """The most probable tokens of some places, before any logits processing."""
+    """The most probable tokens of some positions, before any logits processing."""
 
-    ids: Any  # integers [..., places, N], most probable first
-    probs: Any  # float32 [..., places, N]; on the device, their logarithms
+    ids: Any  # integers [..., positions, N], most probable first
+    probs: Any  # float32 [..., positions, N]; on the device, their logarithms
 
 
 @struct.dataclass
@@ -135,29 +172,31 @@ class StepOutput:
     `top` the ids and the bits of log-probabilities of the drafter's and then of the target's most
     probable tokens, and those of `OutputColumn`. All columns of a step that was not made are -1.
 
-    With `reports_odds`, a first column holds the bits of a float32: the logit of
+    With `reports_tool_call_margin`, a first column holds the bits of a float32: the logit of
     `RowRules.opening` minus that of the last decided token, or, in a row with `RowRules.choices`,
     minus the largest logit.
     """
 
     packed: Int[Array, "*R B columns"]
-    logprobs: Logprobs | None = None  # of the T tokens, if there is a logits state
-    reports_odds: bool = struct.field(pytree_node=False, default=False)
+    logprobs: Logprobs | None = None  # of the T tokens; None without a logits state
+    reports_tool_call_margin: bool = struct.field(pytree_node=False, default=False)
     # T - 1 in steps that draft, if the plan reports drafts (`Plan.report_drafts`).
     draft_columns: int = struct.field(pytree_node=False, default=0)
-    top: int = struct.field(pytree_node=False, default=0)  # of each place (`Plan.report_top`)
+    top: int = struct.field(pytree_node=False, default=0)  # number of tokens, `Plan.report_top`
 
     @property
-    def num_places(self) -> int:
-        """T, the number of places of the target."""
-        columns = self.packed.shape[-1] - len(OutputColumn) - self.reports_odds
+    def num_positions(self) -> int:
+        """T, the number of positions of the target."""
+        columns = self.packed.shape[-1] - len(OutputColumn)
+        if self.reports_tool_call_margin:
+            columns -= 1
         return columns // (1 + 2 * self.top) - self.draft_columns
 
     @property
     def tokens(self) -> Int[Array, "*R B T"]:
         """Decided tokens; the first `num_tokens` of each row are valid."""
-        first = int(self.reports_odds)
-        return self.packed[..., first : first + self.num_places]
+        first = int(self.reports_tool_call_margin)
+        return self.packed[..., first : first + self.num_positions]
 
     @property
     def num_tokens(self) -> Int[Array, "*R B"]:
@@ -167,22 +206,21 @@ class StepOutput:
     @property
     def all_finite(self) -> Bool[Array, ""]:
         """Whether all numbers of target and drafter are finite, in all rows."""
-        target, drafts = (
-            self.packed[..., column] for column in (OutputColumn.FINITE, OutputColumn.NUM_DRAFTS)
-        )
-        return (target > 0).all() & (drafts >= 0).all()
+        finite = self.packed[..., OutputColumn.FINITE]
+        drafts = self.packed[..., OutputColumn.NUM_DRAFTS]
+        return (finite > 0).all() & (drafts >= 0).all()
 
 
 def pack_output(
     tokens: Int[Array, "B T"],
     num_tokens: Int[Array, " B"],
-    next_best: Int[Array, " B"],
+    replacement_token: Int[Array, " B"],
     finite: Bool[Array, " B"],
     num_drafts: Int[Array, " B"],
     *,
     drafts: Int[Array, "B T-1"] | None = None,
     tops: Sequence[TopTokens] = (),
-    call_odds: Float[Array, " B"] | None = None,
+    tool_call_margin: Float[Array, " B"] | None = None,
 ) -> StepOutput:
     """Return the output of a step without log-probabilities; `read_output` unpacks it on the host.
 
@@ -193,44 +231,48 @@ def pack_output(
     """
     columns = {
         OutputColumn.NUM_TOKENS: num_tokens,
-        OutputColumn.NEXT_BEST: next_best,
+        OutputColumn.REPLACEMENT_TOKEN: replacement_token,
         OutputColumn.FINITE: finite.astype(jnp.int32),
         OutputColumn.NUM_DRAFTS: num_drafts,
     }
-    parts = [tokens, jnp.stack([columns[column] for column in OutputColumn], axis=1)]
+    numbers = jnp.stack([columns[column] for column in OutputColumn], axis=1)
+    parts = [tokens]
     if drafts is not None:
         count = jnp.maximum(num_drafts, 0) % COPIED
         verified = jnp.arange(drafts.shape[1])[None, :] < count[:, None]
-        parts.insert(1, jnp.where(verified, drafts, -1))
+        parts.append(jnp.where(verified, drafts, -1))
     for top in tops:
         bits = jax.lax.bitcast_convert_type(top.probs, jnp.int32)
-        parts[-1:-1] = [x.reshape(len(tokens), -1) for x in (top.ids, bits)]
-    if call_odds is not None:
-        parts.insert(0, jax.lax.bitcast_convert_type(call_odds, jnp.int32)[:, None])
+        parts.append(top.ids.reshape(len(tokens), -1))
+        parts.append(bits.reshape(len(tokens), -1))
+    parts.append(numbers)
+    if tool_call_margin is not None:
+        parts.insert(0, jax.lax.bitcast_convert_type(tool_call_margin, jnp.int32)[:, None])
     draft_columns = 0 if drafts is None else drafts.shape[1]
     packed = jnp.concatenate(parts, axis=1)
     size = tops[-1].ids.shape[-1] if tops else 0
-    return StepOutput(packed, None, call_odds is not None, draft_columns, size)
+    return StepOutput(packed, None, tool_call_margin is not None, draft_columns, size)
 
 
 def output_columns(rules: RowRules) -> int:
     """Return the number of columns besides tokens and drafts, in programs with such rules."""
-    return len(OutputColumn) + (rules.opening is not None)
+    count = len(OutputColumn)
+    return count if rules.opening is None else count + 1
 
 
 class RowStep(NamedTuple):
     """Output of one step for one row, on the host."""
 
     tokens: tuple[int, ...]  # newly decided, the next anchor last
-    # Best token at the last decided place except stop tokens, or the best of the choices.
-    next_best: int
+    # Best token at the last decided position except stop tokens, or the best of the choices.
+    replacement_token: int
     finite: bool  # the target's logits
     draft_finite: bool
     num_drafts: int  # verified by the target
-    call_odds: float | None = None  # of `RowRules.opening`, if the program reports them
-    drafts: tuple[int, ...] = ()  # that were verified, if the program reports them
+    tool_call_margin: float | None = None  # margin of `RowRules.opening`, if it is reported
+    drafts: tuple[int, ...] = ()  # verified drafts, if they are reported
     copied: bool = False  # whether the drafts were copied from the text, and not the drafter's
-    # Of each verified draft, and of each place that the target verified or decided.
+    # Of each verified draft, and of each position that the target verified or decided.
     draft_top: TopTokens | None = None
     target_top: TopTokens | None = None
 
@@ -246,7 +288,7 @@ def read_output(out: StepOutput) -> list[list[RowStep]]:
 def _rows(packed: np.ndarray, out: StepOutput) -> list[list[RowStep]]:
     """Return the output by step and row, without the most probable tokens."""
     read = functools.partial(_row_step, out.draft_columns)
-    if not out.reports_odds:
+    if not out.reports_tool_call_margin:
         return [list(map(read, rows)) for rows in packed.tolist()]
     odds = np.ascontiguousarray(packed[:, :, 0]).view(np.float32).tolist()
     steps = zip(packed[:, :, 1:].tolist(), odds, strict=True)
@@ -254,19 +296,14 @@ def _rows(packed: np.ndarray, out: StepOutput) -> list[list[RowStep]]:
 
 
 def _with_tops(packed: np.ndarray, out: StepOutput) -> list[list[RowStep]]:
-    """Return the output by step and row, with the most probable tokens of each place."""
-    places = out.draft_columns, out.num_places
-    first = int(out.reports_odds) + sum(places)
+    """Return the output by step and row, with the most probable tokens of each position."""
+    first = out.draft_columns + out.num_positions
+    if out.reports_tool_call_margin:
+        first += 1
     end = packed.shape[-1] + OutputColumn.NUM_TOKENS
-    found = _rows(np.delete(packed, np.s_[first:end], axis=-1), out)
-    parts, at = [], first
-    for each in (x for count in places for x in (count, count)):
-        stop = at + each * out.top
-        parts.append(packed[..., at:stop].reshape(*packed.shape[:2], each, out.top))
-        at = stop
-    draft_ids, draft_bits, ids, bits = map(np.ascontiguousarray, parts)
-    drafts = TopTokens(draft_ids, np.exp(draft_bits.view(np.float32)))
-    target = TopTokens(ids, np.exp(bits.view(np.float32)))
+    row_steps = _rows(np.delete(packed, np.s_[first:end], axis=-1), out)
+    drafts, at = _read_tops(packed, first, out.draft_columns, out.top)
+    target, _ = _read_tops(packed, at, out.num_positions, out.top)
 
     def cut(top: TopTokens, step: int, row: int, count: int) -> TopTokens:
         return TopTokens(*(x[step, row, :count] for x in top))
@@ -279,20 +316,45 @@ def _with_tops(packed: np.ndarray, out: StepOutput) -> list[list[RowStep]]:
             )
             for row, x in enumerate(rows)
         ]
-        for step, rows in enumerate(found)
+        for step, rows in enumerate(row_steps)
     ]
 
 
-def _row_step(draft_columns: int, row: list[int], call_odds: float | None = None) -> RowStep:
-    num_tokens, next_best, finite, num_drafts = row[OutputColumn.NUM_TOKENS :]
-    tokens, draft_finite = tuple(row[:num_tokens]), num_drafts >= 0
+def _read_tops(packed: np.ndarray, first: int, count: int, top: int) -> tuple[TopTokens, int]:
+    """Return the most probable tokens of `count` positions, and the column after them.
+
+    Args:
+      packed: output by step and row, [R, B, columns].
+      first: their first column, of ids; bits of log-probabilities follow.
+      top: number of tokens of a position.
+    """
+    shape = (*packed.shape[:2], count, top)
+    middle = first + count * top
+    end = middle + count * top
+    ids = np.ascontiguousarray(packed[..., first:middle].reshape(shape))
+    bits = np.ascontiguousarray(packed[..., middle:end].reshape(shape))
+    return TopTokens(ids, np.exp(bits.view(np.float32))), end
+
+
+def _row_step(draft_columns: int, row: list[int], tool_call_margin: float | None = None) -> RowStep:
+    num_tokens, replacement_token, finite, num_drafts = row[OutputColumn.NUM_TOKENS :]
+    tokens = tuple(row[:num_tokens])
+    draft_finite = num_drafts >= 0
     copied, num_drafts = divmod(max(num_drafts, 0), COPIED)
     drafts = ()
     if draft_columns:
         first = len(row) - len(OutputColumn) - draft_columns
         drafts = tuple(row[first : first + num_drafts])
-    more = {"drafts": drafts, "copied": bool(copied)}
-    return RowStep(tokens, next_best, bool(finite), draft_finite, num_drafts, call_odds, **more)
+    return RowStep(
+        tokens,
+        replacement_token,
+        bool(finite),
+        draft_finite,
+        num_drafts,
+        tool_call_margin,
+        drafts,
+        bool(copied),
+    )
 
 
 def described(x: Any) -> str:

@@ -26,13 +26,13 @@ from jax.experimental import serialize_executable
 
 from dflash_jax.graph.identity import Identities, digest
 from dflash_jax.graph.programs import Program
-from dflash_jax.utils import private_folder
-from dflash_jax.utils.kept_files import KeptFiles
+from dflash_jax.utils.store import Store
 
 log = logging.getLogger("dflash_jax.graph")
-NAME = "programs"  # of the folder
-NOTE, PROGRAM = ".note", ".program"  # endings of file names
-MOST_BYTES = 2**31  # of the folder; the files used least recently are removed
+NAME = "programs"  # name of the folder
+NOTE = ".note"  # ending of the names of notes
+PROGRAM = ".program"  # ending of the names of programs
+MOST_BYTES = 2**31  # most bytes of each kind; the files used least recently are removed
 LAPACK = "custom_call @lapack_"  # in the text of a program, as of one with recurrent layers
 # An option for GPUs, whose value nothing else has: JAX's cache has no programs compiled with it.
 APART = {"xla_gpu_dot_merger_threshold_mb": "1"}
@@ -44,24 +44,28 @@ class StoredPrograms:
     """The programs of a folder that were compiled with some options.
 
     Args:
-      folder: private to the user, as its contents are executed.
-      options: of XLA.
+      folder: created if it is missing; private to the user, as its contents are executed.
+      options: options of XLA.
+
+    Raises:
+      OSError: the folder cannot be made, or made private.
     """
 
     def __init__(self, folder: Path, options: dict[str, bool | str]):
-        self._options, self._identities = options, Identities(options)
-        self._notes = KeptFiles(folder, MOST_BYTES, NOTE)
-        self._programs = KeptFiles(folder, MOST_BYTES, PROGRAM)
+        self._options = options
+        self._identities = Identities(options)
+        self._notes = Store(folder, NOTE, size=MOST_BYTES)
+        self._programs = Store(folder, PROGRAM, size=MOST_BYTES)
 
     def lacks(self, program: Program) -> bool:
         """Return whether a program is not known, but would be once it was compiled."""
         identity = self._identities.of(program) if _on_one_device(program) else None
-        return identity is not None and self._notes.read(identity) is None
+        return identity is not None and self._notes.get(identity) is None
 
     def load(self, program: Program) -> jax.stages.Compiled | None:
         """Return a program without tracing it; None if it is not known."""
         identity = self._identities.of(program) if _on_one_device(program) else None
-        key = self._notes.read(identity) if identity else None
+        key = self._notes.get(identity) if identity else None
         return self._loaded(key.decode()) if key else None
 
     def compile(self, program: Program, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -80,11 +84,12 @@ class StoredPrograms:
             if _hits() == before:
                 kept = self._save(key, compiled, calls_lapack=LAPACK in text)
         if kept and (identity := self._identities.of(program)):
-            self._notes.write(identity, key.encode())
+            with contextlib.suppress(OSError):  # a full disk, say
+                self._notes.put(identity, [key.encode()])
         return compiled
 
     def _loaded(self, key: str) -> jax.stages.Compiled | None:
-        contents = self._programs.read(key)
+        contents = self._programs.get(key)
         if contents is None:
             return None
         try:
@@ -104,10 +109,11 @@ class StoredPrograms:
     def _save(self, key: str, compiled: jax.stages.Compiled, *, calls_lapack: bool) -> bool:
         try:
             contents = pickle.dumps((calls_lapack, *serialize_executable.serialize(compiled)))
-        except Exception as error:  # there are programs that XLA cannot write
+            self._programs.put(key, [contents])
+        except Exception as error:  # the disk is full, or XLA cannot write the program
             log.info("a program is not kept: %s", error)
             return False
-        return self._programs.write(key, contents)
+        return True
 
 
 def stored_programs(options: dict[str, bool | str]) -> StoredPrograms | None:
@@ -117,14 +123,14 @@ def stored_programs(options: dict[str, bool | str]) -> StoredPrograms | None:
     timing them: programs compiled at different times could round differently there.
 
     Args:
-      options: of XLA, for programs that are compiled.
+      options: options of XLA, for programs that are compiled.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     enabled = jax.config.values["jax_enable_compilation_cache"]
     if not folder or not enabled or jax.default_backend() != "cpu":
         return None
     try:
-        return StoredPrograms(private_folder.prepare(Path(folder) / NAME), options)
+        return StoredPrograms(Path(folder) / NAME, options)
     except OSError as error:
         log.info("compiled programs are not kept: %s", error)
         return None

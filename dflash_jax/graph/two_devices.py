@@ -35,7 +35,8 @@ class TwoDeviceState(NamedTuple):
 
 def split(state: DecodeState) -> TwoDeviceState:
     """Return the state split by the model its caches belong to."""
-    target, drafter = dataclasses.replace(state, drafter=()), dataclasses.replace(state, target=())
+    target = dataclasses.replace(state, drafter=())
+    drafter = dataclasses.replace(state, target=())
     return TwoDeviceState(target, drafter)
 
 
@@ -45,15 +46,16 @@ def devices(plan: ResolvedPlan) -> tuple[jax.Device, jax.Device]:
     Raises:
       PlanError: there are fewer devices, or JAX runs in more than one process.
     """
-    found, last = jax.devices(), max(plan.devices)
-    if last >= len(found):
+    visible = jax.devices()
+    last = max(plan.devices)
+    if last >= len(visible):
         raise PlanError(
-            f"devices is {plan.devices}, but there are {len(found)}, counted from 0 (on a CPU,"
+            f"devices is {plan.devices}, but there are {len(visible)}, counted from 0 (on a CPU,"
             " XLA_FLAGS=--xla_force_host_platform_device_count=N makes more)"
         )
     if jax.process_count() > 1:
         raise PlanError(f"devices is {plan.devices}; that needs a single process, there are more")
-    return found[plan.devices[0]], found[plan.devices[1]]
+    return visible[plan.devices[0]], visible[plan.devices[1]]
 
 
 def place_state(plan: ResolvedPlan, state: DecodeState) -> TwoDeviceState:
@@ -61,7 +63,7 @@ def place_state(plan: ResolvedPlan, state: DecodeState) -> TwoDeviceState:
     return TwoDeviceState(*map(jax.device_put, split(state), devices(plan)))
 
 
-def lent(target: Any) -> tuple[Any, tuple[str, ...] | None]:
+def shared_module(target: Any) -> tuple[Any, tuple[str, ...] | None]:
     """Return the module with a target's embedding and head, and its top parameters' names.
 
     It is the target itself, with all parameters, unless the target has `shared_layers`.
@@ -81,9 +83,10 @@ def split_params(params: Params, target: Any = None) -> tuple[Params, Params]:
     Args:
       params: a tree that `place_params` made, or will make of the given target.
     """
-    own, shared = params["target"], params.get("shared")
+    own = params["target"]
+    shared = params.get("shared")
     if shared is None:
-        names = lent(target)[1]
+        names = shared_module(target)[1]
         shared = own if names is None else {name: own[name] for name in names if name in own}
     return {"target": own}, {"target": shared, "drafter": params["drafter"]}
 
@@ -118,7 +121,8 @@ def join(
         elif step in fed:
             add(key, transfers.target_step, part, updates[fed[step]])
         elif step == Step.VERIFY:
-            drafting, update = ProgramKey(Step.DRAFT, variant), updates[plan.block]
+            drafting = ProgramKey(Step.DRAFT, variant)
+            update = updates[plan.block]
             if variant == Variant.CONSTRAINED:
                 add(key, transfers.verify, part, update)
                 add(drafting, transfers.draft, drafts[drafting])
@@ -158,7 +162,8 @@ class _Transfers:
     """
 
     def __init__(self, target_device: jax.Device, drafter_device: jax.Device, rows: int):
-        self._target_device, self._drafter_device = target_device, drafter_device
+        self._target_device = target_device
+        self._drafter_device = drafter_device
         self._no_rows = np.zeros((rows,), bool)
         self._rules: tuple[RowRules | None, Any] = (None, None)
 
@@ -170,8 +175,8 @@ class _Transfers:
         observed, position, anchor = moved  # the target's part returns what the drafter observes
         fresh = getattr(inputs, "fresh", self._no_rows)
         forced = getattr(inputs, "forced", self._no_rows)
-        given = UpdateDrafterInputs(observed, fresh, forced, position, anchor)
-        drafter_state, *_ = update(split_params(params)[1], state.drafter_state, None, given)
+        observation = UpdateDrafterInputs(observed, fresh, forced, position, anchor)
+        drafter_state, *_ = update(split_params(params)[1], state.drafter_state, None, observation)
         return TwoDeviceState(dataclasses.replace(after, drafter=()), drafter_state), *rest
 
     def speculative(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
@@ -185,8 +190,10 @@ class _Transfers:
         """Run the drafting half of a speculative step."""
         if self._rules[0] is not inputs.rules:
             self._rules = (inputs.rules, jax.device_put(inputs.rules, self._drafter_device))
-        given = DecodeInputs(self._rules[1])
-        after, _, drafted = parts[0](split_params(params)[1], state.drafter_state, None, given)
+        decode_inputs = DecodeInputs(self._rules[1])
+        after, _, drafted = parts[0](
+            split_params(params)[1], state.drafter_state, None, decode_inputs
+        )
         return TwoDeviceState(state.target_state, after), None, drafted
 
     def verify(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
@@ -202,11 +209,11 @@ class _Transfers:
 
     def rows(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
         """Change the rows of both models, or take a segment of both; each has its part of one."""
-        given = [inputs, inputs]
+        part_inputs = [inputs, inputs]
         if segment := getattr(inputs, "segment", None):
             segments = Segment(segment.target, ()), Segment((), segment.drafter)
-            given = [dataclasses.replace(inputs, segment=own) for own in segments]
-        calls = zip(parts, state, given, strict=True)
+            part_inputs = [dataclasses.replace(inputs, segment=own) for own in segments]
+        calls = zip(parts, state, part_inputs, strict=True)
         target, drafter = (part(None, own, None, x) for part, own, x in calls)
         if taken := target[-1]:
             return None, None, Segment(taken.target, drafter[-1].drafter)

@@ -54,7 +54,7 @@ class RecurrentCache:
     """
 
     state: Float[Array, "B N P Q"]  # float32
-    inputs: Float[Array, "B W C"]  # of the convolution, oldest first
+    inputs: Float[Array, "B W C"]  # inputs of the convolution, oldest first
 
     def restart(self, rows: Bool[Array, " B"]) -> "RecurrentCache":
         """Return the cache with some rows as before any token."""

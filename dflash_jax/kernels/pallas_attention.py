@@ -20,7 +20,8 @@ from dflash_jax.kernels.caches import LayerCache
 WIDEST = 32  # most tokens of a block: one bit per token says whether it sees a slot
 PIECE = 64  # slots read at a time
 PARTS = 64  # most parts, unless a part would have more than MOST slots
-LEAST, MOST = 256, 1024  # slots of a part
+LEAST = 256  # least slots of a part
+MOST = 1024  # most slots of a part
 TILE = 1 << 13  # numbers of a partial sum that fit the registers of a program
 
 
@@ -48,7 +49,7 @@ def attend_kernel(
     b, t, kv, g, h = q.shape
     part = _part(cache.slots)
     parts = -(-cache.slots // part)
-    rows = max(16, 1 << (g * t - 1).bit_length())  # of a kv head, group by group
+    rows = max(16, 1 << (g * t - 1).bit_length())  # rows of a kv head, group by group
     heads = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b * kv, g * t, h)
     heads = jnp.pad(heads, ((0, 0), (0, rows - g * t), (0, 0)))
     live = _pieces(seen)
@@ -56,10 +57,7 @@ def attend_kernel(
     bits = (seen.astype(jnp.int32) << token).sum(axis=1, dtype=jnp.int32)  # [B, S]
     sinks = jnp.full((kv, g), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
 
-    options: dict[str, Any] = {"interpret": interpret}
-    if not interpret:
-        options["compiler_params"] = triton.CompilerParams(num_warps=4, num_stages=2)
-    sums = _partial_sums(live, heads, bits, cache, tokens=t, scale=scale, options=options)
+    sums = _partial_sums(live, heads, bits, cache, tokens=t, scale=scale, interpret=interpret)
     of_row = pl.BlockSpec((None,), lambda i, *_: (i // kv,))
     of_group = pl.BlockSpec((None, parts, t), lambda i, j: (i, 0, j))
     return pl.pallas_call(
@@ -76,8 +74,14 @@ def attend_kernel(
         out_specs=pl.BlockSpec((None, t, h), lambda i, j: (i // kv, 0, i % kv * g + j)),
         out_shape=jax.ShapeDtypeStruct((b, t, kv * g * h), q.dtype),
         name="attend_add",
-        **options,
+        interpret=interpret,
+        compiler_params=_compiler_params(interpret=interpret),
     )(*live, sinks, *sums)
+
+
+def _compiler_params(*, interpret: bool) -> triton.CompilerParams | None:
+    """Return how Triton compiles the kernels; None where they are interpreted."""
+    return None if interpret else triton.CompilerParams(num_warps=4, num_stages=2)
 
 
 def _partial_sums(
@@ -88,11 +92,14 @@ def _partial_sums(
     *,
     tokens: int,
     scale: float,
-    options: dict[str, Any],
+    interpret: bool,
 ) -> Any:
     """Run the first kernel: the maximum, the sum and the weighted values of every part."""
-    kv, slots, part = cache.k.shape[1], cache.slots, _part(cache.slots)
-    parts, (count, rows, h) = -(-slots // part), heads.shape
+    kv = cache.k.shape[1]
+    slots = cache.slots
+    part = _part(cache.slots)
+    parts = -(-slots // part)
+    (count, rows, h) = heads.shape
     tile = min(rows, max(16, TILE // h))
     scales = [] if cache.k_scale is None else [cache.k_scale, cache.v_scale]
     of_row = pl.BlockSpec((None,), lambda i, *_: (i // kv,))
@@ -119,7 +126,8 @@ def _partial_sums(
         ],
         out_shape=[one, one, jax.ShapeDtypeStruct((*one.shape, h), jnp.float32)],
         name="attend_parts",
-        **options,
+        interpret=interpret,
+        compiler_params=_compiler_params(interpret=interpret),
     )(*live, heads, bits, cache.k, cache.v, *scales)
 
 
@@ -131,7 +139,8 @@ def _part(slots: int) -> int:
 
 def _pieces(seen: Bool[Array, "B T S"]) -> tuple[Array, Array]:
     """Return the first piece that any token of each row sees, and the end of the last one."""
-    live, slot = seen.any(axis=1), jnp.arange(seen.shape[2], dtype=jnp.int32)
+    live = seen.any(axis=1)
+    slot = jnp.arange(seen.shape[2], dtype=jnp.int32)
     first = jnp.where(live, slot, seen.shape[2]).min(axis=1) // PIECE
     end = jnp.where(live, slot + PIECE, 0).max(axis=1) // PIECE
     return first.astype(jnp.int32), end.astype(jnp.int32)
@@ -143,8 +152,11 @@ def _sum_part(first: Any, end: Any, *refs: Any, part: int, tokens: int, scale: f
     `refs` are queries, bits, keys, values and the scales of int8 caches, then the three results.
     """
     q_ref, bits, k_ref, v_ref, *scales, top_ref, total_ref, out_ref = refs
-    tile, slots, at = q_ref.shape[0], k_ref.shape[0], pl.program_id(2) * (part // PIECE)
-    low, high = jnp.maximum(first[...], at), jnp.minimum(end[...], at + part // PIECE)
+    tile = q_ref.shape[0]
+    slots = k_ref.shape[0]
+    at = pl.program_id(2) * (part // PIECE)
+    low = jnp.maximum(first[...], at)
+    high = jnp.minimum(end[...], at + part // PIECE)
     row = pl.program_id(1) * tile + jnp.arange(tile, dtype=jnp.int32)
     Sums = tuple[Array, Array, Array]
 
@@ -154,13 +166,16 @@ def _sum_part(first: Any, end: Any, *refs: Any, part: int, tokens: int, scale: f
         here = pl.ds(start, PIECE)
         fresh = start + jnp.arange(PIECE, dtype=jnp.int32) >= i * PIECE
         seen = (bits[here][None, :] >> (row % tokens)[:, None]) & 1
-        q, k, v = q_ref[...], k_ref[here, :], v_ref[here, :]
+        q = q_ref[...]
+        k = k_ref[here, :]
+        v = v_ref[here, :]
         scores = _dot(q, k.astype(q.dtype).T) * jnp.float32(scale)
         scores = scores * scales[0][here][None, :] if scales else scores
         scores = jnp.where((seen == 1) & fresh[None, :], scores, -jnp.inf)
         higher = jnp.maximum(top, scores.max(axis=1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing visible so far
-        e, keep = jnp.exp(scores - base[:, None]), jnp.exp(top - base)
+        e = jnp.exp(scores - base[:, None])
+        keep = jnp.exp(top - base)
         total = total * keep + e.sum(axis=1)
         e = e * scales[1][here][None, :] if scales else e
         return higher, total, out * keep[:, None] + _dot(e.astype(q.dtype), v.astype(q.dtype))
@@ -182,13 +197,15 @@ def _add_parts(
         top, total, value = sums
         higher = jnp.maximum(top, tops[i, :])
         base = jnp.where(higher == -jnp.inf, 0.0, higher)
-        keep, fresh = jnp.exp(top - base), jnp.exp(tops[i, :] - base)
+        keep = jnp.exp(top - base)
+        fresh = jnp.exp(tops[i, :] - base)
         total = total * keep + totals[i, :] * fresh
         return higher, total, value * keep[:, None] + outs[i, :, :] * fresh[:, None]
 
     zero = jnp.zeros((out.shape[0],), jnp.float32)
     sums = zero - jnp.inf, zero, jnp.zeros(out.shape, jnp.float32)
-    low, high = first[...] // pieces, (end[...] + pieces - 1) // pieces
+    low = first[...] // pieces
+    high = (end[...] + pieces - 1) // pieces
     top, total, value = jax.lax.fori_loop(low, high, add, sums)
     total += jnp.exp(sink[...] - top)
     out[...] = (value / total[:, None]).astype(out.dtype)

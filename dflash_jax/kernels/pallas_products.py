@@ -32,7 +32,9 @@ def multiply(
       kind: its format, a key of `KINDS`.
       interpret: run the kernel as ordinary JAX operations, for tests without a GPU.
     """
-    k, (count, depth), columns = KINDS[kind], x.shape, arrays["codes"].shape[1]
+    k = KINDS[kind]
+    (count, depth) = x.shape
+    columns = arrays["codes"].shape[1]
     assert columns % COLUMNS == 0, columns
     assert depth % k.unit == 0, (kind, depth)
     rows = min(ROWS, max(16, 1 << (count - 1).bit_length()))
@@ -58,7 +60,8 @@ def multiply(
 
 def _tile(x: Any, *refs: Any, kind: PackedFormat, names: tuple[str, ...], depth: int) -> None:
     """Compute one tile. `refs` are the packed arrays in the order of `names`, then the result."""
-    arrays, out = dict(zip(names, refs, strict=False)), refs[-1]
+    arrays = dict(zip(names, refs, strict=False))
+    out = refs[-1]
     runs = kind.unit // RUN  # per step
 
     def step(i: Array, total: Float[Array, "M C"]) -> Float[Array, "M C"]:
@@ -102,7 +105,8 @@ def _scaled(
 
     def of_run(name: str, scaled: Any = 1) -> Float[Array, "R C"]:
         """Return the scales that are nearest to the weights of the run, times a factor."""
-        rows, count = kind.run_scales, codes.shape[1]
+        rows = kind.run_scales
+        count = codes.shape[1]
         if rows == 1:
             return scaled * one(name, run)
         each = arrays[name][pl.ds(run * rows, rows), :].astype(jnp.float32)
@@ -113,7 +117,7 @@ def _scaled(
         codes = codes - one("zero", run)
     if kind.sub:
         w = codes * of_run("sub", one("scale", step))
-        return w - one("low", step) * one("sub_low", run) if kind.low else w
+        return w - of_run("sub_low", one("low", step)) if kind.low else w
     w = codes * of_run("scale")
     return w - of_run("low") if kind.low else w
 

@@ -1,4 +1,4 @@
-"""Products with packed weights and with float weights of other memory layouts.
+"""Products with packed weights, and the memory layout of weights.
 
 A packed weight is never held in memory unpacked. On a CPU a slice of columns is unpacked at a
 time. On a GPU the Pallas kernel unpacks in registers; without it, and for int8, whose scale is
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from dflash_jax.kernels.native import interleaved
 from dflash_jax.kernels.native import products as native_products
@@ -23,19 +23,14 @@ from dflash_jax.quant.layouts import (
     FLOAT,
     KINDS,
     LAID_OUT,
-    MAX_TILED_TOKENS,
     RUN,
     STACK,
-    TILE_WIDTH,
     Arrays,
-    ColumnMajor,
     Interleaved,
     Joined,
     Packed,
     Spec,
     StructuredWeight,
-    Tiled,
-    layout_of,
 )
 
 jax.tree_util.register_dataclass(
@@ -45,63 +40,91 @@ jax.tree_util.register_dataclass(Joined, data_fields=["parts"], meta_fields=["ax
 jax.tree_util.register_dataclass(
     Interleaved, data_fields=["arrays"], meta_fields=["kind", "shape", "by_floats", "stacked"]
 )
-jax.tree_util.register_dataclass(ColumnMajor, data_fields=["array"], meta_fields=[])
-jax.tree_util.register_dataclass(Tiled, data_fields=["row_major", "tiles"], meta_fields=[])
 
 SLICE_SIZE = 1 << 19  # weights that a CPU unpacks at a time
-LANES = 128  # of a TPU's vectors
-SMALL = 1 << 24  # bytes of matrices that NumPy transposes
+LANES = 128  # length of a TPU's vectors
 Weight = Array | StructuredWeight
-Axes = tuple[int, ...]
 
 
 def contract(
-    x: Float[Array, "... D"], w: StructuredWeight, *, fill: bool = True
+    x: Float[Array, "... D"], w: Weight, live: Bool[Array, "..."] | None = None
 ) -> Float[Array, "..."]:
     """Return x · w over the last axis of x and the first of w, in float32.
 
     Args:
-      fill: compute rows of zeros, too; else native kernels leave their results undefined.
+      live: rows of x that count; results of the others are undefined. By default all do.
     """
-    if isinstance(w, Interleaved):
-        return native_products.multiply(x, w, fill=fill)
-    if isinstance(w, ColumnMajor):
-        return _multiply_column_major(x, w)
-    if isinstance(w, Tiled):
-        return _multiply_tiled(x, w)
-    if isinstance(w, Joined):
-        parts = [
-            contract(x, part) if isinstance(part, StructuredWeight) else _plain(x, part)
-            for part in w.parts
-        ]
-        return jnp.concatenate(parts, axis=x.ndim - 2 + w.axis)
+    return _product(w, x, live)
+
+
+@functools.singledispatch
+def _product(
+    w: Any, x: Float[Array, "... D"], live: Bool[Array, "..."] | None
+) -> Float[Array, "..."]:
+    """Return the product with a weight of this form; here with an array."""
+    return _plain(x, w)
+
+
+@_product.register(Interleaved)
+def _interleaved_product(
+    w: Interleaved, x: Float[Array, "... D"], live: Bool[Array, "..."] | None
+) -> Float[Array, "..."]:
+    return native_products.multiply(x, w, live=live)
+
+
+@_product.register(Joined)
+def _joined_product(
+    w: Joined, x: Float[Array, "... D"], live: Bool[Array, "..."] | None
+) -> Float[Array, "..."]:
+    parts = [contract(x, part) for part in w.parts]
+    return jnp.concatenate(parts, axis=x.ndim - 2 + w.axis)
+
+
+@_product.register(Packed)
+def _packed_product(
+    w: Packed, x: Float[Array, "... D"], live: Bool[Array, "..."] | None
+) -> Float[Array, "..."]:
     from dflash_jax.kernels.pallas_products import (  # imports Pallas, which few plans need
         COLUMNS,
         multiply,
     )
 
     rows = x.reshape(-1, x.shape[-1])
-    forms: dict[str, Any] = {
-        "cpu": functools.partial(multiply_by_slices, kind=w.kind),
-        "default": functools.partial(multiply_unpacked, kind=w.kind),
-    }
+    by_slices = functools.partial(multiply_by_slices, kind=w.kind)
+    unpacked = functools.partial(multiply_unpacked, kind=w.kind)
     if w.kernel and w.kind != "int8" and w.arrays["codes"].shape[1] % COLUMNS == 0:
-        forms["cuda"] = functools.partial(multiply, kind=w.kind)
-    out = jax.lax.platform_dependent(rows, w.arrays, **forms)
+        by_kernel = functools.partial(multiply, kind=w.kind)
+        out = jax.lax.platform_dependent(
+            rows, w.arrays, cpu=by_slices, cuda=by_kernel, default=unpacked
+        )
+    else:
+        out = jax.lax.platform_dependent(rows, w.arrays, cpu=by_slices, default=unpacked)
     return out.reshape(*x.shape[:-1], *w.shape[1:])
 
 
-def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
-    """Return columns of w [D, V], a transposed embedding table, as [*places, D]."""
-    if isinstance(w, ColumnMajor):
-        return jnp.take(w.array, ids, axis=0, mode="clip")
-    if isinstance(w, Tiled) or not isinstance(w, StructuredWeight):
-        table = w.row_major if isinstance(w, Tiled) else w
-        return jnp.moveaxis(_take(table, ids), 0, -1)
-    if isinstance(w, Interleaved):
-        table = native_products.gather(w, ids.ravel())
-        return table.astype(dtype).reshape(*ids.shape, w.shape[0])
-    assert isinstance(w, Packed), "a table has one part"
+def gather(w: Weight, ids: Int[Array, "*positions"], dtype: jnp.dtype) -> Array:
+    """Return columns of a transposed embedding table w [D, V], as [*positions, D].
+
+    Args:
+      dtype: dtype of the columns of a packed table.
+    """
+    return _columns(w, ids, dtype)
+
+
+@functools.singledispatch
+def _columns(w: Any, ids: Int[Array, "*positions"], dtype: jnp.dtype) -> Array:
+    """Return columns of a table of this form, which has one part; here of an array."""
+    return jnp.moveaxis(_take(w, ids), 0, -1)
+
+
+@_columns.register(Interleaved)
+def _interleaved_columns(w: Interleaved, ids: Int[Array, "*positions"], dtype: jnp.dtype) -> Array:
+    table = native_products.gather(w, ids.ravel())
+    return table.astype(dtype).reshape(*ids.shape, w.shape[0])
+
+
+@_columns.register(Packed)
+def _packed_columns(w: Packed, ids: Int[Array, "*positions"], dtype: jnp.dtype) -> Array:
     columns = {name: _take(a, ids.ravel()) for name, a in w.arrays.items()}
     table = unpack(columns, w.kind)
     if w.kind == "int8":
@@ -109,13 +132,15 @@ def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
     return table.T.astype(dtype).reshape(*ids.shape, w.shape[0])
 
 
-def _take(table: Num[Array, "R V"], ids: Int[Array, "*places"]) -> Num[Array, "R *places"]:
+def _take(table: Num[Array, "R V"], ids: Int[Array, "*positions"]) -> Num[Array, "R *positions"]:
     """Return columns of a table; a TPU would transpose the whole table to gather them."""
     gathered = functools.partial(jnp.take, axis=1, mode="clip")
     return jax.lax.platform_dependent(table, ids, tpu=take_slices, default=gathered)
 
 
-def take_slices(table: Num[Array, "R V"], ids: Int[Array, "*places"]) -> Num[Array, "R *places"]:
+def take_slices(
+    table: Num[Array, "R V"], ids: Int[Array, "*positions"]
+) -> Num[Array, "R *positions"]:
     """Return columns of a table, one slice after the other; ids past its ends are clipped.
 
     With fewer than `LANES` columns to write, XLA would transpose the table for the loop.
@@ -168,7 +193,8 @@ def multiply_unpacked(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> F
 
 def multiply_by_slices(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:
     """Return the product, slice of columns by slice. The last slices may overlap."""
-    depth, columns = x.shape[1], arrays["codes"].shape[1]
+    depth = x.shape[1]
+    columns = arrays["codes"].shape[1]
     width = max(64, SLICE_SIZE // depth // 64 * 64)
     if columns <= width:
         return multiply_unpacked(x, arrays, kind=kind)
@@ -200,8 +226,10 @@ def _planes(arrays: Arrays, kind: str) -> Iterator[Float[Array, "Q R N"]]:
 
     Restoring the order of the runs would take a copy, so the product reorders its inputs instead.
     """
-    k, codes = KINDS[kind], arrays["codes"]
-    n, columns = k.classes, codes.shape[1]
+    k = KINDS[kind]
+    codes = arrays["codes"]
+    n = k.classes
+    columns = codes.shape[1]
     shared = codes.reshape(-1, n // k.spread, RUN, columns)
     for run in range(n):
         code = shared[:, run // k.spread]
@@ -223,7 +251,8 @@ def _planes(arrays: Arrays, kind: str) -> Iterator[Float[Array, "Q R N"]]:
 def of_code(code: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
     """Return the numbers of `E2M1` that codes stand for, without a table."""
     code = code.astype(jnp.int32)
-    size, exponent = code & 7, code >> 1 & 3
+    size = code & 7
+    exponent = code >> 1 & 3
     size = jnp.where(exponent > 1, (code & 1 | 2) << jnp.maximum(exponent - 1, 0), size)
     return jnp.where(code > 7, -size, size)
 
@@ -246,37 +275,12 @@ def _of_run(
     return spread(scale) * spread(sub) if sub in arrays else spread(scale)
 
 
-def _multiply_column_major(x: Float[Array, "... D"], w: ColumnMajor) -> Float[Array, "..."]:
-    """Multiply with the weight first; XLA would transpose it in every call for x · w."""
-    rows, columns = x.reshape(-1, x.shape[-1]), w.array.reshape(-1, x.shape[-1])
-    out = _dot(columns, rows, ((1,), (1,)))
-    out = jax.lax.optimization_barrier(out)  # or XLA makes x · w of the transposed product
-    return out.T.reshape(*x.shape[:-1], *w.shape[1:])
-
-
-def _multiply_tiled(x: Float[Array, "... D"], w: Tiled) -> Float[Array, "..."]:
-    """Multiply tile by tile; for one token and for many, x · w is as fast."""
-    rows, count = x.reshape(-1, x.shape[-1]), math.prod(w.shape[1:])
-    if not 1 < len(rows) <= MAX_TILED_TOKENS:
-        return _plain(x, w.row_major)
-    each = jnp.broadcast_to(rows, (len(w.tiles), *rows.shape))
-    out = _dot(each, w.tiles, ((2,), (1,)), ((0,), (0,)))  # [P, M, TILE_WIDTH]
-    out = out.swapaxes(0, 1).reshape(len(rows), -1)[:, :count]
-    return out.reshape(*x.shape[:-1], *w.shape[1:])
-
-
 def _plain(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
-    return _dot(x, w, ((x.ndim - 1,), (0,)))
-
-
-def _dot(
-    x: Array, y: Array, over: tuple[Axes, Axes], along: tuple[Axes, Axes] = ((), ())
-) -> Float[Array, "..."]:
     wide = x.dtype == jnp.float32
     return jax.lax.dot_general(
         x,
-        y,
-        (over, along),
+        w,
+        (((x.ndim - 1,), (0,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if wide else jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
@@ -286,13 +290,27 @@ def choose_products(params: Any, kernels: str, activations: str) -> Any:
     """Return a parameter tree whose packed weights are multiplied as these fields of a plan say."""
 
     def choose(leaf: Any) -> Any:
-        if isinstance(leaf, Packed):
-            return dataclasses.replace(leaf, kernel=kernels != "xla")
-        if isinstance(leaf, Interleaved) and leaf.kind == "int8":
-            return dataclasses.replace(leaf, by_floats=activations == "float")
-        return leaf
+        return _with_product(leaf, kernels, activations)
 
     return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed | Interleaved))
+
+
+@functools.singledispatch
+def _with_product(leaf: Any, kernels: str, activations: str) -> Any:
+    """Return a weight of this form with the product that a plan chooses; arrays have only one."""
+    return leaf
+
+
+@_with_product.register(Packed)
+def _packed_with_product(leaf: Packed, kernels: str, activations: str) -> Packed:
+    return dataclasses.replace(leaf, kernel=kernels != "xla")
+
+
+@_with_product.register(Interleaved)
+def _interleaved_with_product(leaf: Interleaved, kernels: str, activations: str) -> Interleaved:
+    if leaf.kind != "int8":
+        return leaf
+    return dataclasses.replace(leaf, by_floats=activations == "float")
 
 
 def abstract_stack(shape: tuple[int, ...], kind: str, dtype: jnp.dtype) -> Interleaved:
@@ -304,94 +322,107 @@ def abstract_stack(shape: tuple[int, ...], kind: str, dtype: jnp.dtype) -> Inter
 
 def set_weight_layout(
     params: dict[str, Any],
-    layout: str,
     forms: Mapping[str, str],
     path: tuple[str, ...] = (),
+    *,
+    native: bool,
 ) -> None:
-    """Store the matrices [D, ...] and stacks of a parameter tree in a layout, in place.
+    """Store the matrices [D, ...] and stacks of a parameter tree as kernels want them, in place.
 
-    One matrix at a time, so that no more memory is needed than for the largest. NumPy transposes
-    small matrices, as compiling an operation for their shape takes longer.
+    One matrix at a time, so that no more memory is needed than for the largest.
 
     Args:
-      layout: `Plan.weight_layout`. Packed matrices have a layout of their own, or are interleaved;
-        then parameters that are not matrices become float32.
-      forms: of the weights that are declared, by path. All parameters of a model that declares
-        none stay as they are.
-      path: of the tree.
+      forms: forms of the weights that are declared, by path. All parameters of a model that
+        declares none stay as they are.
+      path: path of the tree.
+      native: for native kernels: matrices and stacks are interleaved, and parameters that are
+        neither become float32. Otherwise floats are plain arrays, and packed ones row-major.
     """
     for name, leaf in params.items():
         at = (*path, name)
         if isinstance(leaf, dict):
             if path or any(declared.startswith(f"{name}/") for declared in forms):
-                set_weight_layout(leaf, layout, forms, at)
+                set_weight_layout(leaf, forms, at, native=native)
             continue
         form = forms.get("/".join(at), FLOAT)
-        widened = layout == "interleaved" and form == FLOAT
         if form in LAID_OUT:
-            params[name] = _relaid(leaf, layout_of(layout, leaf.shape))
+            params[name] = _interleaved(leaf) if native else _row_major(leaf)
         elif form == STACK:
-            params[name] = _relaid_stack(leaf, layout)
-        elif widened and jnp.issubdtype(leaf.dtype, jnp.floating):
+            params[name] = _interleaved_stack(leaf) if native else _stack_of_floats(leaf)
+        elif native and jnp.issubdtype(leaf.dtype, jnp.floating):
             params[name] = leaf.astype(jnp.float32)
 
 
-def _relaid(leaf: Any, wanted: type[Any] | None) -> Any:
-    if isinstance(leaf, Joined):
-        return dataclasses.replace(leaf, parts=tuple(_relaid(part, wanted) for part in leaf.parts))
-    if isinstance(leaf, Packed):
-        return interleaved.interleave(leaf) if wanted is Interleaved else leaf
-    if wanted and isinstance(leaf, wanted):
-        return leaf
-    if isinstance(leaf, Interleaved) and leaf.kind != FLOAT:
+@functools.singledispatch
+def _interleaved(leaf: Any) -> Interleaved | Joined:
+    """Return a matrix of this form in strips; here an array of floats."""
+    return interleaved.from_floats(np.asarray(leaf))
+
+
+@_interleaved.register(Interleaved)
+def _still_interleaved(leaf: Interleaved) -> Interleaved:
+    return leaf
+
+
+@_interleaved.register(Packed)
+def _packed_interleaved(leaf: Packed) -> Interleaved:
+    return interleaved.interleave(leaf)
+
+
+@_interleaved.register(Joined)
+def _joined_interleaved(leaf: Joined) -> Joined:
+    return dataclasses.replace(leaf, parts=tuple(map(_interleaved, leaf.parts)))
+
+
+@functools.singledispatch
+def _row_major(leaf: Any) -> Any:
+    """Return a matrix of this form in rows; arrays and packed matrices are."""
+    return leaf
+
+
+@_row_major.register(Interleaved)
+def _interleaved_row_major(leaf: Interleaved) -> Any:
+    if leaf.kind != FLOAT:
         return interleaved.deinterleave(leaf)
-    if wanted is None and not isinstance(leaf, StructuredWeight):
-        return leaf
-    if wanted is Interleaved:
-        return interleaved.from_floats(np.asarray(leaf))
-    small = isinstance(leaf, np.ndarray) and leaf.nbytes <= SMALL
-    matrix = leaf if small else _row_major(leaf)
-    return jax.block_until_ready(_laid_out(matrix, wanted))
+    return jax.block_until_ready(jnp.asarray(np.asarray(leaf)))
 
 
-def _relaid_stack(leaf: Any, layout: str) -> Any:
-    """Return a stack [E, D, ...] in strips, or as an array of floats."""
-    if layout == "interleaved":
-        return leaf if isinstance(leaf, Interleaved) else interleaved.stack_floats(np.asarray(leaf))
+@_row_major.register(Joined)
+def _joined_row_major(leaf: Joined) -> Joined:
+    return dataclasses.replace(leaf, parts=tuple(map(_row_major, leaf.parts)))
+
+
+def _interleaved_stack(leaf: Any) -> Interleaved:
+    """Return a stack [E, D, ...] in strips."""
+    return leaf if isinstance(leaf, Interleaved) else interleaved.stack_floats(np.asarray(leaf))
+
+
+def _stack_of_floats(leaf: Any) -> Any:
+    """Return a stack [E, D, ...] as an array of floats."""
     return jnp.asarray(np.asarray(leaf)) if isinstance(leaf, Interleaved) else leaf
 
 
-def abstract_layout(w: Any, layout: str) -> Any:
-    """Return the shapes of a matrix [D, ...] stored in a layout; arguments as above."""
-    if isinstance(w, Joined):
-        parts = (abstract_layout(part, layout) for part in w.parts)
-        return dataclasses.replace(w, parts=tuple(parts))
-    wanted = layout_of(layout, w.shape)
-    if wanted is Interleaved:
-        kind = w.kind if isinstance(w, Packed) else FLOAT
-        dtype = None if kind else w.dtype
-        declared = interleaved.shapes(kind, w.shape[0], math.prod(w.shape[1:]), dtype)
-        arrays = {name: jax.ShapeDtypeStruct(*of) for name, of in declared.items()}
-        return Interleaved(arrays, kind, w.shape)
-    if isinstance(w, Packed) or wanted is None:
-        return w
-    return jax.eval_shape(functools.partial(_laid_out, wanted=wanted), w)
+@functools.singledispatch
+def abstract_interleaved(w: Any) -> Interleaved | Joined:
+    """Return the shapes of a matrix [D, ...] that is interleaved.
+
+    Args:
+      w: shapes of the matrix in another form.
+    """
+    return _abstract_strips(FLOAT, w.shape, w.dtype)
 
 
-def _laid_out(w: Array | np.ndarray, wanted: type[Any] | None) -> Any:
-    module: Any = np if isinstance(w, np.ndarray) else jnp
-    if wanted is ColumnMajor:
-        return ColumnMajor(module.moveaxis(w, 0, -1))
-    if wanted is Tiled:
-        flat = w.reshape(len(w), -1)
-        flat = module.pad(flat, ((0, 0), (0, -flat.shape[1] % TILE_WIDTH)))
-        return Tiled(w, flat.reshape(len(w), -1, TILE_WIDTH).swapaxes(0, 1))
-    return w
+@abstract_interleaved.register(Packed)
+def _abstract_packed_interleaved(w: Packed) -> Interleaved:
+    return _abstract_strips(w.kind, w.shape, None)
 
 
-def _row_major(w: Any) -> Float[Array, "D ..."]:
-    if isinstance(w, ColumnMajor):
-        return jnp.moveaxis(w.array, -1, 0)
-    if isinstance(w, Interleaved):
-        return jnp.asarray(np.asarray(w))
-    return w.row_major if isinstance(w, Tiled) else jnp.asarray(w)
+@abstract_interleaved.register(Joined)
+def _abstract_joined_interleaved(w: Joined) -> Joined:
+    return dataclasses.replace(w, parts=tuple(map(abstract_interleaved, w.parts)))
+
+
+def _abstract_strips(kind: str, shape: tuple[int, ...], dtype: Any) -> Interleaved:
+    declared = interleaved.shapes(kind, shape[0], math.prod(shape[1:]), dtype)
+    arrays = {name: jax.ShapeDtypeStruct(*of) for name, of in declared.items()}
+    return Interleaved(arrays, kind, shape)

@@ -8,21 +8,23 @@ from dflash_jax.kernels.native.layers import largest
 
 CHUNK = 128  # values that are skipped together if their maximum is too small
 
-Ranked = tuple[Float[Array, "*places N"], Int[Array, "*places N"]]  # values and indices
+Ranked = tuple[Float[Array, "*positions N"], Int[Array, "*positions N"]]  # values and indices
 
 
 def argmax(
-    scores: Float[Array, "*places N"], kernels: str, live: Bool[Array, "*places"] | None = None
-) -> Int[Array, "*places"]:
-    """Return the index of the largest score of each place, the first of equal ones.
+    scores: Float[Array, "*positions N"],
+    kernels: str,
+    live: Bool[Array, "*positions"] | None = None,
+) -> Int[Array, "*positions"]:
+    """Return the index of the largest score of each position, the first of equal ones.
 
-    A place with NaN gets an undefined index within range. By XLA as two reductions: that of
-    `jnp.argmax`, of values and places together, is 3 to 7 times slower on a CPU. The barrier makes
+    A position with NaN gets an undefined index within range. By XLA as two reductions: that of
+    `jnp.argmax`, of values and indices together, is 3 to 7 times slower on a CPU. The barrier makes
     both reductions read the same numbers: fused into each of them, the computation of the scores
     might round differently, and no score would equal the largest.
 
     Args:
-      live: places that are not known to be zeros, which native kernels do not read; all by default.
+      live: positions that are not known to be zeros; all by default. Native kernels read no others.
     """
     if kernels == "native":
         return largest(scores, live)[0]
@@ -33,35 +35,36 @@ def argmax(
 
 
 def all_finite(
-    x: Float[Array, "*places N"], kernels: str, live: Bool[Array, "*places"] | None = None
-) -> Bool[Array, "*places"]:
-    """Return whether all numbers of each place are finite; arguments as for `argmax`."""
+    x: Float[Array, "*positions N"], kernels: str, live: Bool[Array, "*positions"] | None = None
+) -> Bool[Array, "*positions"]:
+    """Return whether all numbers of each position are finite; arguments as for `argmax`."""
     if kernels == "native":
         return largest(x, live)[1]
     return jnp.isfinite(x).all(axis=-1)
 
 
-def top_k(x: Float[Array, "*places V"], count: int) -> Ranked:
-    """Return the `count` largest values of each place, equal ones by index, and their indices.
+def top_k(x: Float[Array, "*positions V"], count: int) -> Ranked:
+    """Return the `count` largest values of each position, equal ones by index, and their indices.
 
     As `jax.lax.top_k`, but only the chunks with the largest maxima are searched. A token among the
     first `count` is in one of the first `count` chunks: otherwise each of those would contain a
     token before it.
     """
-    *places, vocab = x.shape
-    count, chunks = min(count, vocab), -(-vocab // CHUNK)
+    *positions, vocab = x.shape
+    count = min(count, vocab)
+    chunks = -(-vocab // CHUNK)
     if chunks <= count:
         return _pick(x, count)
-    padding = [(0, 0)] * len(places) + [(0, chunks * CHUNK - vocab)]
-    parts = jnp.pad(x, padding, constant_values=-jnp.inf).reshape(*places, chunks, CHUNK)
+    padding = [(0, 0)] * len(positions) + [(0, chunks * CHUNK - vocab)]
+    parts = jnp.pad(x, padding, constant_values=-jnp.inf).reshape(*positions, chunks, CHUNK)
     _, chosen = _pick(parts.max(axis=-1), count)
     chosen = jnp.sort(chosen, axis=-1)  # equal values stay in the order of their indices
-    few = jnp.take_along_axis(parts, chosen[..., None], axis=-2).reshape(*places, count * CHUNK)
+    few = jnp.take_along_axis(parts, chosen[..., None], axis=-2).reshape(*positions, count * CHUNK)
     values, at = _pick(few, count)
     return values, jnp.take_along_axis(chosen, at // CHUNK, axis=-1) * CHUNK + at % CHUNK
 
 
-def _pick(x: Float[Array, "*places V"], count: int) -> Ranked:
+def _pick(x: Float[Array, "*positions V"], count: int) -> Ranked:
     """Return `jax.lax.top_k` after barriers: if a slice followed, XLA would sort all of x.
 
     One barrier over both results would end the process where XLA splits x over a mesh.

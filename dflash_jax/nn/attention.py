@@ -7,7 +7,6 @@ slots in the same order, whichever call filled them.
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.kernels.caches import LayerCache
-from dflash_jax.kernels.native.layers import attend_native, rotate_pairs, write_native
+from dflash_jax.kernels.native.layers import attend_native, prepare_heads, write_native
 from dflash_jax.nn.layers import product
 
 # Rotary position embeddings with half-split pairs, absolute positions and float32 angles.
@@ -34,7 +33,8 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
         return (base / rope.factor).astype(np.float32)
     if rope.kind == "llama3":
         wavelength = 2 * math.pi / base
-        low, high = rope.low_freq_factor, rope.high_freq_factor
+        low = rope.low_freq_factor
+        high = rope.high_freq_factor
         smooth = np.clip((rope.original_length / wavelength - low) / (high - low), 0.0, 1.0)
         return (base * smooth + base / rope.factor * (1 - smooth)).astype(np.float32)
     if rope.kind == "yarn":
@@ -61,10 +61,13 @@ def _yarn_ramp(rope: RopeConfig, dim: int) -> np.ndarray:
         reach = rope.original_length / (turns * 2 * math.pi)
         return dim * math.log(reach) / (2 * math.log(rope.theta))
 
-    first, last = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    first = pair_turning(rope.beta_fast)
+    last = pair_turning(rope.beta_slow)
     if rope.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, dim - 1)
     span = (last - first) or 0.001
     return np.clip((np.arange(dim // 2) - first) / span, 0.0, 1.0)
 
@@ -94,7 +97,8 @@ def rotate_leading(
         of queries and keys do not depend on.
     """
     size = 2 * cos.shape[-1]
-    first, rest = x[..., :size], x[..., size:]
+    first = x[..., :size]
+    rest = x[..., size:]
     if neighbours:
         pairs = first.reshape(*first.shape[:-1], size // 2, 2)
         first = jnp.swapaxes(pairs, -1, -2).reshape(first.shape)
@@ -110,7 +114,7 @@ def rotate(
 ) -> Float[Array, "B T *heads H"]:
     """Rotate pairs (m, m + H/2) of x; cos and sin are rounded to x's dtype first."""
     if kernels == "native":
-        return rotate_pairs(x, cos.astype(x.dtype), sin.astype(x.dtype)).astype(x.dtype)
+        return prepare_heads(x, None, cos.astype(x.dtype), sin.astype(x.dtype)).astype(x.dtype)
     shape = (*cos.shape[:2], *(1,) * (x.ndim - 3), 1, cos.shape[2])
     cos, sin = (t.astype(x.dtype).reshape(shape) for t in (cos, sin))
     pairs = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
@@ -118,7 +122,7 @@ def rotate(
     return (pairs * cos + turned).reshape(x.shape)
 
 
-def grown(
+def scaled_queries(
     q: Float[Array, "B T K G H"],
     growth: float,
     rope: RopeConfig,
@@ -156,8 +160,15 @@ def _put(
 ) -> Num[Array, "B K S ..."]:
     window = tuple(range(1, buffer.ndim))
     along = jax.lax.ScatterDimensionNumbers(window, (), (2,), (0,), (0,))  # T slots at once
-    only: dict[str, Any] = {"indices_are_sorted": True, "unique_indices": True}
-    return jax.lax.scatter(buffer, start[:, None], rows, along, mode="clip", **only)
+    return jax.lax.scatter(
+        buffer,
+        start[:, None],
+        rows,
+        along,
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode="clip",
+    )
 
 
 def _put_ring(
@@ -174,9 +185,9 @@ class Positions:
     """Positions of the tokens of a call.
 
     Attributes:
-      start: of each row's first token.
-      each: of each token; -1 for dead ones, which see no key: padding, tokens of rows that wait,
-        and drafts that were not made.
+      start: position of each row's first token.
+      each: position of each token; -1 for dead ones, which see no key: padding, tokens of rows that
+        wait, and drafts that were not made.
       all_live: whether it is known when tracing that no token is dead.
     """
 
@@ -189,16 +200,21 @@ class Positions:
         cls, start: Int[Array, " B"], width: int, num_live: Int[Array, " B"] | None = None
     ) -> "Positions":
         """Return the positions of `width` tokens a row, of which the first ones are live."""
-        place = jnp.arange(width)[None, :]
-        each = start[:, None] + place
+        index = jnp.arange(width)[None, :]
+        each = start[:, None] + index
         if num_live is not None:
-            each = jnp.where(place < num_live[:, None], each, -1)
+            each = jnp.where(index < num_live[:, None], each, -1)
         return cls(start, each, num_live is None)
 
     @property
     def end(self) -> Int[Array, " B"]:
         """The position after each row's last token."""
         return self.start + self.each.shape[1]
+
+    @property
+    def live(self) -> Bool[Array, "B T"] | None:
+        """Which tokens are live; None if it is known when tracing that all are."""
+        return None if self.all_live else self.each >= 0
 
     def zero_dead(self, x: Float[Array, "B T *rest"]) -> Float[Array, "B T *rest"]:
         """Return numbers of tokens with zeros in place of those of dead ones."""
@@ -224,24 +240,31 @@ def write_keys_values(
     non-finite, as they should; queries before a rejected draft do not.
     """
     if kernels == "native":
-        return write_native(cache, k, v, positions.each)
+        return write_native(cache, k[..., None, :], v[..., None, :], positions.each)
     k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # [B, K, T, H]
     if cache.k_scale is None:
-        k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+        k = k.astype(cache.k.dtype)
+        v = v.astype(cache.v.dtype)
     finite = jnp.isfinite(v)
-    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
-    names, arrays = ["k", "v"], [k, v]
+    k = jnp.where(finite, k, jnp.nan)
+    v = jnp.where(finite, v, 0)
+    new = {"k": k, "v": v}
     if cache.k_scale is not None:
-        names, arrays = ["k", "k_scale", "v", "v_scale"], [*to_int8(k), *to_int8(v)]
+        codes, scale = to_int8(k)
+        new = {"k": codes, "k_scale": scale}
+        new["v"], new["v_scale"] = to_int8(v)
     if k.shape[2] == 1:
         # XLA copies the whole cache to write a single row; the copy of it lands in an unused slot.
-        arrays = [jnp.concatenate([x, x], axis=2) for x in arrays]
+        new = {name: jnp.concatenate([x, x], axis=2) for name, x in new.items()}
     put = _put_ring if cache.ring else _put
-    written: dict[str, Any] = {
-        name: put(getattr(cache, name), x, positions.start)
-        for name, x in zip(names, arrays, strict=True)
-    }
-    return dataclasses.replace(cache, **written)
+    written = {name: put(getattr(cache, name), x, positions.start) for name, x in new.items()}
+    return dataclasses.replace(
+        cache,
+        k=written["k"],
+        v=written["v"],
+        k_scale=written.get("k_scale"),
+        v_scale=written.get("v_scale"),
+    )
 
 
 def slot_positions(end: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
@@ -261,7 +284,8 @@ def visible(
 
     They have been written, are not later if `causal`, and are closer than the window.
     """
-    q, k = query[:, :, None], key[:, None, :]
+    q = query[:, :, None]
+    k = key[:, None, :]
     seen = jnp.broadcast_to(k >= 0, (*query.shape, key.shape[1]))
     if causal:
         seen &= k <= q
@@ -342,7 +366,8 @@ def attend_pieces(
     bits do not depend on the positions of other rows.
     """
     b, t, kv, g, h = q.shape
-    heads, slots = _by_head(q), cache.slots
+    heads = _by_head(q)
+    slots = cache.slots
     live = jnp.max(jnp.where(seen.any(axis=(0, 1)), jnp.arange(1, slots + 1), 0))
     Sums = tuple[Array, Array, Array]  # maximum score, sum of exponentials, weighted values
 
@@ -353,11 +378,13 @@ def attend_pieces(
             jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=PIECE, axis=2
         )
         fresh = start + jnp.arange(PIECE) >= i * PIECE
-        piece, part = jax.tree.map(cut, cache), cut(seen) & fresh[None, None]
+        piece = jax.tree.map(cut, cache)
+        part = cut(seen) & fresh[None, None]
         scores = _scores(heads, piece, part, g, scale).reshape(b, kv, g * t, PIECE)
         higher = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
         base = jnp.where(jnp.isfinite(higher), higher, 0.0)  # nothing visible so far
-        e, keep = jnp.exp(scores - base), jnp.exp(top - base)
+        e = jnp.exp(scores - base)
+        keep = jnp.exp(top - base)
         total = total * keep + e.sum(axis=-1, keepdims=True)
         return higher, total, out * keep + _sums(e, piece, q.dtype)
 

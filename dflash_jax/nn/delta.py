@@ -40,7 +40,7 @@ class DeltaUpdate:
     """Result of a forward pass over T tokens: the factors of the state after each of them."""
 
     cache: RecurrentCache
-    inputs: Float[Array, "B W+T C"]  # those of the cache, then of the tokens
+    inputs: Float[Array, "B W+T C"]  # inputs of the cache, then of the tokens
     k: Float[Array, "B T K P"]  # per key head
     d: Float[Array, "B T N Q"]
     g: Float[Array, "B T N"]
@@ -177,8 +177,9 @@ def _chunk(
         return jnp.einsum(spec, a, b, precision=HIGHEST)
 
     total = jnp.cumsum(x.g, axis=2)
-    place = jnp.arange(total.shape[2])
-    row, column = place[None, None, :, None], place[None, None, None, :]
+    index = jnp.arange(total.shape[2])
+    row = index[None, None, :, None]
+    column = index[None, None, None, :]
     exponent = jnp.where(column <= row, total[..., :, None] - total[..., None, :], -jnp.inf)
     decay = jnp.exp(exponent)  # at most 1
     entered = jnp.exp(total)[..., None]

@@ -13,11 +13,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.graph.protocols import WEIGHTS, WeightInfo
 from dflash_jax.kernels.native.interleaved import WIDTH
 from dflash_jax.kernels.native.layers import gate, normalise
+from dflash_jax.kernels.native.layers import softcap as native_softcap
 from dflash_jax.kernels.native.products import multiply
 from dflash_jax.kernels.products import Weight, contract, gather
 from dflash_jax.quant.layouts import FLOAT, MATRIX, Interleaved, StructuredWeight
@@ -102,29 +103,54 @@ class Watched:
         return self.weight.shape
 
 
-def dot(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
-    """Return x · w over the last axis of x and the first of w, accumulated in float32."""
-    return project(x, w).astype(x.dtype)
+def dot(
+    x: Float[Array, "*positions D"], w: Weight, live: Bool[Array, "*positions"] | None = None
+) -> Float[Array, "..."]:
+    """Return x · w over the last axis of x and the first of w, accumulated in float32.
+
+    Args:
+      live: as for `project`.
+    """
+    return project(x, w, live).astype(x.dtype)
 
 
-def project(x: Float[Array, "... D"], w: Weight, *, fill: bool = True) -> Float[Array, "..."]:
+def add_dot(
+    onto: Float[Array, "*positions N"],
+    x: Float[Array, "*positions D"],
+    w: Weight,
+    live: Bool[Array, "*positions"] | None = None,
+) -> Float[Array, "*positions N"]:
+    """Return onto + dot(x, w); a native product adds in the memory of `onto`.
+
+    Args:
+      live: as for `project`; with native products, the others have the numbers of `onto`.
+    """
+    if isinstance(w, Interleaved) and x.dtype == onto.dtype == jnp.float32:
+        return multiply(x, w, live=live, onto=onto)
+    return onto + dot(x, w)
+
+
+def project(
+    x: Float[Array, "*positions D"], w: Weight, live: Bool[Array, "*positions"] | None = None
+) -> Float[Array, "..."]:
     """Compute `dot` with a float32 result, as for logits.
 
     Args:
-      fill: as for `contract`.
+      live: positions that count; results of the others are undefined. By default all do.
     """
     if isinstance(w, StructuredWeight):
-        return contract(x, w, fill=fill)
+        return contract(x, w, live)
     if isinstance(w, Watched):
         rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
         w.watch(jnp.square(rows).sum(axis=0), jnp.float32(len(rows)))
-        return project(x, w.weight, fill=fill)
+        return project(x, w.weight, live)
     if w.shape[1:] == (1,):  # a CPU's matrix-vector product orders its sums by row
         both = x.astype(jnp.float32) * w[:, 0].astype(jnp.float32).reshape(
             (1,) * (x.ndim - 1) + (-1,)
         )
         return jnp.expand_dims(jax.lax.reduce_sum(both, (x.ndim - 1,)), -1)
-    over, kept = string.ascii_lowercase[: x.ndim], string.ascii_uppercase[: w.ndim - 1]
+    over = string.ascii_lowercase[: x.ndim]
+    kept = string.ascii_uppercase[: w.ndim - 1]
     return product(f"{over},{over[-1]}{kept}->{over[:-1]}{kept}", x, w)
 
 
@@ -192,7 +218,9 @@ def _join_slopes(_: None, slopes: tuple[Array, Array]) -> tuple[Array]:
 halves.defvjp(lambda both: (halves(both), None), _join_slopes)
 
 
-def columns_of(w: Weight, ids: Int[Array, "*places"], dtype: Any) -> Float[Array, "*places D"]:
+def columns_of(
+    w: Weight, ids: Int[Array, "*positions"], dtype: Any
+) -> Float[Array, "*positions D"]:
     """Return columns of a table [D, V], the embeddings of tokens."""
     return gather(w, ids, dtype)
 
@@ -203,34 +231,62 @@ def precision(x: Array) -> jax.lax.Precision:
 
 
 def rms_norm(
-    x: Float[Array, "... D"], w: Float[Array, "*over D"], eps: float, kernels: str
-) -> Float[Array, "... D"]:
-    """Return x / rms(x), rounded to x's dtype, times w, as Llama, Qwen3 and DFlash round."""
+    x: Float[Array, "*positions D"],
+    w: Float[Array, "*over D"],
+    eps: float,
+    kernels: str,
+    live: Bool[Array, "*positions"] | None = None,
+) -> Float[Array, "*positions D"]:
+    """Return x / rms(x), rounded to x's dtype, times w, as Llama, Qwen3 and DFlash round.
+
+    Args:
+      live: positions that count; native kernels leave the others undefined. By default all do.
+    """
     if x.dtype == jnp.float32:
-        return _normalised(x, w, eps, kernels)
+        return _normalised(x, w, eps, kernels, live)
     return _normalised(x, None, eps, kernels).astype(x.dtype) * _beside(w, x)
 
 
 def rms_norm_from_one(
-    x: Float[Array, "... D"], w: Float[Array, " D"], eps: float, kernels: str
-) -> Float[Array, "... D"]:
-    """Return x / rms(x) times 1 + w, computed in float32 and rounded once, as in Qwen3.5."""
-    return _normalised(x, 1.0 + w.astype(jnp.float32), eps, kernels).astype(x.dtype)
+    x: Float[Array, "*positions D"],
+    w: Float[Array, "*over D"],
+    eps: float,
+    kernels: str,
+    live: Bool[Array, "*positions"] | None = None,
+) -> Float[Array, "*positions D"]:
+    """Return x / rms(x) times 1 + w, computed in float32 and rounded once, as in Qwen3.5.
+
+    Args:
+      live: as for `rms_norm`.
+    """
+    return _normalised(x, 1.0 + w.astype(jnp.float32), eps, kernels, live).astype(x.dtype)
 
 
 def rms_norm_wide(
-    x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float, kernels: str
-) -> Float[Array, "... D"]:
-    """Return x / rms(x) times w, computed in float32 and rounded once, as in Gemma 4."""
-    return _normalised(x, w, eps, kernels).astype(x.dtype)
+    x: Float[Array, "*positions D"],
+    w: Float[Array, "*over D"] | None,
+    eps: float,
+    kernels: str,
+    live: Bool[Array, "*positions"] | None = None,
+) -> Float[Array, "*positions D"]:
+    """Return x / rms(x) times w, computed in float32 and rounded once, as in Gemma 4.
+
+    Args:
+      live: as for `rms_norm`.
+    """
+    return _normalised(x, w, eps, kernels, live).astype(x.dtype)
 
 
 def _normalised(
-    x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float, kernels: str
-) -> Float[Array, "... D"]:
+    x: Float[Array, "*positions D"],
+    w: Float[Array, "*over D"] | None,
+    eps: float,
+    kernels: str,
+    live: Bool[Array, "*positions"] | None = None,
+) -> Float[Array, "*positions D"]:
     """Return x / rms(x) times w in float32."""
     if kernels == "native":
-        return normalise(x, jnp.ones(x.shape[-1:]) if w is None else w, eps)
+        return normalise(x, jnp.ones(x.shape[-1:]) if w is None else w, eps, live)
     x32 = x.astype(jnp.float32)
     sums = jnp.expand_dims(jax.lax.reduce_sum(x32 * x32, (x.ndim - 1,)), -1)
     normed = x32 * jax.lax.rsqrt(sums / jnp.float32(x.shape[-1]) + jnp.float32(eps))
@@ -251,10 +307,18 @@ def times(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
     return (x.astype(jnp.float32) * jnp.float32(scale)).astype(x.dtype)
 
 
-def softcap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """Return cap tanh(logits / cap), or the logits unchanged if the cap is None or 0."""
+def softcap(
+    logits: Float[Array, "..."], cap: float | None, kernels: str = "xla"
+) -> Float[Array, "..."]:
+    """Return cap tanh(logits / cap), or the logits unchanged if the cap is None or 0.
+
+    Args:
+      kernels: as in `Plan.kernels`; XLA rounds tanh by where a number lies in the array.
+    """
     if cap is None or cap <= 0:
         return logits
+    if kernels == "native":
+        return native_softcap(logits, cap)
     return jnp.float32(cap) * jnp.tanh(logits / jnp.float32(cap))
 
 
@@ -285,18 +349,30 @@ class GatedMLP(nn.Module):
     bias: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        onto: Float[Array, "B T D"] | None = None,
+        live: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Return the output, added to `onto` if that is given.
+
+        Args:
+          live: tokens that count; what is computed for the others is undefined. By default all do.
+        """
         both = matrix(self, "gate_up", (self.width, 2, self.hidden), split=2)
         down = matrix(self, "down", (self.hidden, self.width), split=0)
         if not self.bias and (name := _gate_of_product(x, both, self.activation)):
-            return dot(multiply(x, both, activation=name), down)
-        gate_up = dot(x, both)  # [B, T, 2, F]
-        if self.bias:
-            gate_up += weight(self, "gate_up_bias", (2, self.hidden), split=1)[None, None]
-        out = dot(gated(gate_up, self.activation, native=isinstance(down, Interleaved)), down)
-        if self.bias:
-            out += weight(self, "down_bias", (self.width,))[None, None]
-        return out
+            hidden = multiply(x, both, live=live, activation=name)
+        else:
+            gate_up = dot(x, both, live)  # [B, T, 2, F]
+            if self.bias:
+                gate_up += weight(self, "gate_up_bias", (2, self.hidden), split=1)[None, None]
+            hidden = gated(gate_up, self.activation, native=isinstance(down, Interleaved))
+        if not self.bias:
+            return dot(hidden, down, live) if onto is None else add_dot(onto, hidden, down, live)
+        out = dot(hidden, down, live) + weight(self, "down_bias", (self.width,))[None, None]
+        return out if onto is None else onto + out
 
 
 def _gate_of_product(x: Array, w: Weight, activation: Callable[[Array], Array]) -> str:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.native.layers import gate
+from dflash_jax.kernels.native.layers import gate, route
 from dflash_jax.kernels.native.products import multiply_by_experts
 from dflash_jax.nn.layers import Watched, gelu_tanh, matrix, product, weight
 from dflash_jax.quant.layouts import STACK, Interleaved
@@ -37,6 +37,11 @@ class ExpertWeights:
     down: Float[Array, "E F D"] | Interleaved
     gate_up_bias: Float[Array, "E 2 F"] | None = None
     down_bias: Float[Array, "E D"] | None = None
+
+    @property
+    def native(self) -> bool:
+        """Whether native kernels choose and multiply the experts."""
+        return isinstance(self.gate_up, Interleaved)
 
 
 def expert_weights(
@@ -65,7 +70,7 @@ def gelu_gated(gate: Array, up: Array) -> Array:
 
 
 def softmax_then_top(
-    logits: Float[Array, "B T E"], count: int, *, normalise: bool
+    logits: Float[Array, "B T E"], count: int, *, normalise: bool, native: bool
 ) -> tuple[Int[Array, "B T X"], Float[Array, "B T X"]]:
     """Return the `count` most probable experts and their float32 probabilities.
 
@@ -73,15 +78,24 @@ def softmax_then_top(
 
     Args:
       normalise: divide by the sum of the chosen probabilities.
+      native: by a native kernel, as the experts.
     """
+    if native:
+        return route(logits, count, chosen_only=normalise)
     chosen, ids = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), count)
     return ids, chosen / chosen.sum(axis=-1, keepdims=True) if normalise else chosen
 
 
 def top_then_softmax(
-    logits: Float[Array, "B T E"], count: int
+    logits: Float[Array, "B T E"], count: int, *, native: bool
 ) -> tuple[Int[Array, "B T X"], Float[Array, "B T X"]]:
-    """Return the experts with the largest logits, and a float32 softmax over these logits."""
+    """Return the experts with the largest logits, and a float32 softmax over these logits.
+
+    Args:
+      native: by a native kernel, as the experts.
+    """
+    if native:
+        return route(logits, count, chosen_only=True)
     chosen, ids = jax.lax.top_k(logits.astype(jnp.float32), count)
     return ids, jax.nn.softmax(chosen, axis=-1)
 
@@ -109,7 +123,7 @@ def experts(
         if isinstance(weights.gate_up, Watched) and isinstance(weights.down, Watched):
             both = weights.gate_up, weights.down
             weights = watch_experts(tokens, weights, ids, activation, *both)
-        if isinstance(weights.gate_up, Interleaved):
+        if weights.native:
             shares = probabilities.astype(jnp.float32)
             return by_row(tokens, weights, ids, shares, activation=activation).reshape(x.shape)
         out = jax.lax.platform_dependent(
@@ -190,7 +204,8 @@ def by_row(
     """
     assert isinstance(w.gate_up, Interleaved)
     assert isinstance(w.down, Interleaved)
-    count, expert = ids.shape[1], ids.reshape(-1)
+    count = ids.shape[1]
+    expert = ids.reshape(-1)
     rows = jnp.repeat(x, count, axis=0)  # [R, D]
     live = (rows != 0).any(axis=1)[:, None]
 

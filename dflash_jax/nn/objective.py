@@ -16,14 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.nn.layers import project
 
-CE_SHARE = 0.1  # of the mixed loss; the rest is total variation
+CE_SHARE = 0.1  # share of cross-entropy in the mixed loss; the rest is total variation
 
 
 @struct.dataclass
 class Places:
     """Inputs of the objective for the drafted places of M blocks."""
 
-    hidden: Float[Array, "M R D"]  # of the drafter
+    hidden: Float[Array, "M R D"]  # hidden states of the drafter
     labels: Int[Array, "M R"]
     previous: Int[Array, "M R"]  # the row's token before each place
     teacher: Float[Array, "M R D"] | None  # the target's hidden state there, for distributions
@@ -35,7 +35,7 @@ class Scores:
     """Losses and metrics of every place."""
 
     loss: Float[Array, "M R"]
-    nll: Float[Array, "M R"]  # of the label
+    nll: Float[Array, "M R"]  # negative log-likelihood of the label
     right: Bool[Array, "M R"]  # whether the label is drafted, given correct earlier drafts
     head: Float[Array, "M R"]  # loss of the selector, the confidence head or the first logits
     head_counts: Bool[Array, "M R"]
@@ -52,18 +52,31 @@ def own_vocabulary(
     """
     if not backbone.config.own_head:
         return backbone.adjust(plain), p, places.labels, None
-    logits, tokens = backbone.adjust(project(places.hidden, backbone.head)), backbone.tokens()
+    logits = backbone.adjust(project(places.hidden, backbone.head))
+    tokens = backbone.tokens()
     index = jnp.minimum(jnp.searchsorted(tokens, places.labels), len(tokens) - 1)
     known = tokens[index] == places.labels
     return logits, None if p is None else p[..., tokens], index, known
 
 
-def scores_of(known: Array | None, **found: Array) -> Scores:
-    """Return scores in which labels that are not known are never drafted."""
-    if known is None:
-        return Scores(**found)
-    nll, right = jnp.where(known, found["nll"], jnp.inf), found["right"] & known
-    return Scores(**found | {"nll": nll, "right": right}, known=known)
+def scores_of(
+    known: Bool[Array, "M R"] | None,
+    *,
+    loss: Float[Array, "M R"],
+    nll: Float[Array, "M R"],
+    right: Bool[Array, "M R"],
+    head: Float[Array, "M R"],
+    head_counts: Bool[Array, "M R"],
+) -> Scores:
+    """Return scores in which labels that are not known are never drafted.
+
+    Args:
+      known: as in `Scores`, whose fields the other arguments are.
+    """
+    if known is not None:
+        nll = jnp.where(known, nll, jnp.inf)
+        right = right & known
+    return Scores(loss, nll, right, head, head_counts, known)
 
 
 def is_argmax(logits: Float[Array, "M R V"], labels: Int[Array, "M R"]) -> Bool[Array, "M R"]:

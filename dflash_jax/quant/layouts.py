@@ -9,9 +9,6 @@ import numpy as np
 
 from dflash_jax.quant.formats import E2M1, KINDS, RUN, Spec
 
-TILE_WIDTH = 16  # columns of a tile
-MAX_TILED_TOKENS = 32  # products with more tokens gain nothing from tiles
-MAX_TILED_COLUMNS = 4096  # nor do wider matrices
 Arrays = dict[str, Any]  # NumPy or JAX arrays
 
 
@@ -23,9 +20,9 @@ MATRIX = "matrix"  # multiplied by `nn.layers.dot`
 HEAD = "head"  # a matrix that is never packed in 4 bits, which would change close decisions
 TABLE = "table"  # gathered from; packed only if the file has it packed
 ROUTER = "router"  # a matrix that chooses experts; packed only if the file has it packed
-STACK = "stack"  # of experts' matrices [E, D, ...]
-LAID_OUT = frozenset([MATRIX, HEAD, TABLE, ROUTER])  # forms that have the layouts below
-# Stacks are interleaved, or plain arrays.
+STACK = "stack"  # a stack of experts' matrices [E, D, ...]
+# Forms of matrices [D, ...], which native kernels interleave column by column.
+LAID_OUT = frozenset([MATRIX, HEAD, TABLE, ROUTER])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Packed:
 
     arrays: Arrays
     kind: str
-    shape: tuple[int, ...]  # of the weight
+    shape: tuple[int, ...]  # shape of the weight
     kernel: bool = False  # whether a GPU multiplies by the Pallas kernel
 
 
@@ -48,7 +45,7 @@ class Interleaved:
 
     arrays: Arrays
     kind: str  # FLOAT if it is not packed
-    shape: tuple[int, ...]  # of the weight
+    shape: tuple[int, ...]  # shape of the weight
     by_floats: bool = False  # whether int8 codes are multiplied by activations in float
     stacked: bool = False  # whether it is a stack
 
@@ -76,57 +73,7 @@ class Joined:
     shape: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class ColumnMajor:
-    """A float weight [D, ...] stored as [..., D], so that it can come first in its products."""
-
-    array: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        *columns, depth = self.array.shape
-        return depth, *columns
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the weight [D, ...]."""
-        return np.array(np.moveaxis(np.asarray(self.array), -1, 0), dtype, copy=copy)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiled:
-    """A small float weight [D, ...] stored twice: row-major, and as tiles [N/16, D, 16].
-
-    A tile holds `TILE_WIDTH` neighbouring columns, as BLAS libraries pack a weight before they
-    multiply; the last one is padded with zeros. Tiles are used for the few tokens of a block.
-    """
-
-    row_major: Any
-    tiles: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return self.row_major.shape
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the weight [D, ...]."""
-        return np.array(self.row_major, dtype, copy=copy)
-
-
-FloatLayout = ColumnMajor | Tiled
-StructuredWeight = Packed | Interleaved | Joined | FloatLayout  # weights that are not one array
-
-
-def layout_of(
-    weight_layout: str, shape: tuple[int, ...]
-) -> type[FloatLayout] | type[Interleaved] | None:
-    """Return the class that stores a float matrix [D, ...] in a layout; None is a plain array."""
-    if weight_layout == "interleaved":
-        return Interleaved
-    if weight_layout == "tiled" and math.prod(shape[1:]) <= MAX_TILED_COLUMNS:
-        return Tiled
-    return ColumnMajor if weight_layout in ("column_major", "tiled") else None
+StructuredWeight = Packed | Interleaved | Joined  # weights that are not one array
 
 
 def spec(weights: str, role: str, form: str, shape: tuple[int, ...]) -> Spec | None:
@@ -136,7 +83,7 @@ def spec(weights: str, role: str, form: str, shape: tuple[int, ...]) -> Spec | N
 
     Args:
       weights: the value of `Plan.weights`.
-      role: of its model.
+      role: role of its model, "target" or "drafter".
       form: that it was declared to have.
     """
     if weights not in QUANTISED or form not in (MATRIX, HEAD):
@@ -199,7 +146,8 @@ def pack_tree(params: Mapping[str, Any], specs: Mapping[str, Spec], at: str = ""
 
 def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
     """Return float32 weights [D, ...]; the reference for products with packed weights."""
-    k, codes = KINDS[kind], arrays["codes"]
+    k = KINDS[kind]
+    codes = arrays["codes"]
     if k.classes > 1:
         codes = split(codes, 2)
     if k.high:

@@ -1,8 +1,8 @@
 """Adapters for Ray: replicas of the server, and answers of large data sets. Need the extra `ray`.
 
 `serve run dflash_jax.ray:app` calls `app`. In `serving`, a gateway passes requests to replicas,
-chosen by conversation (`calls`). `answers` is in `offline`. Workers of one model over several
-hosts, and hosts that train (`commands`), are placed by `hosts`.
+chosen by conversation (`calls`). `answers` is in `offline`. Hosts
+that train (`commands`) are placed by `hosts`.
 """
 
 import socket
@@ -14,7 +14,6 @@ from dflash_jax.errors import RequestError, install_hint
 from dflash_jax.serve_options import ServeOptions
 
 if TYPE_CHECKING:
-    from dflash_jax.hosts.launch import Launcher
     from dflash_jax.trainer.recipes import Recipe
     from dflash_jax.trainer.regenerate import Decoder
 
@@ -53,20 +52,24 @@ def given_options(
     Raises:
       RequestError: a name is unknown, or a value is wrong.
     """
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         name.removeprefix(PREFIX).lower(): value
         for name, value in environ.items()
         if name.startswith(PREFIX)
     }
-    given |= {name.replace("-", "_"): value for name, value in args.items()}
-    scaling = {name: str(given.pop(name, default)) for name, default in SCALING.items()}
+    values |= {name.replace("-", "_"): value for name, value in args.items()}
+    scaling = {name: str(values.pop(name, default)) for name, default in SCALING.items()}
     try:
-        return ServeOptions.of(given), scaling
+        options = ServeOptions.of(values)
     except RequestError as error:
         raise RequestError(f"{error}; further options are {', '.join(SCALING)}") from None
+    for name in ("record", "host_index", "ray"):
+        if getattr(options, name) is not None:
+            raise RequestError(f"{name} is an option of a single server; leave it out of replicas")
+    return options, scaling
 
 
-def scaling_options(given: Mapping[str, str], rows: int) -> dict[str, Any]:
+def scaling_options(scaling: Mapping[str, str], rows: int) -> dict[str, Any]:
     """Return options of a deployment for the options of `SCALING`.
 
     Args:
@@ -75,21 +78,21 @@ def scaling_options(given: Mapping[str, str], rows: int) -> dict[str, Any]:
     Raises:
       RequestError: a value is wrong.
     """
-    resources = {f"num_{name}": _number(name, given[name]) for name in ("cpus", "gpus")}
+    resources = {f"num_{name}": _number(name, scaling[name]) for name in ("cpus", "gpus")}
     options: dict[str, Any] = {"ray_actor_options": resources}
-    least, dash, most = given["replicas"].partition("-")
+    least, dash, most = scaling["replicas"].partition("-")
     if not dash:
         return options | {"num_replicas": int(_number("replicas", least, least=1, whole=True))}
-    scaling = {
+    limits: dict[str, Any] = {
         "min_replicas": int(_number("replicas", least, whole=True)),
         "max_replicas": int(_number("replicas", most, least=1, whole=True)),
         "target_ongoing_requests": rows,
     }
-    if scaling["min_replicas"] > scaling["max_replicas"]:
+    if limits["min_replicas"] > limits["max_replicas"]:
         raise RequestError(
-            f"replicas is {given['replicas']!r}; expected a number, or least and most as 1-4"
+            f"replicas is {scaling['replicas']!r}; expected a number, or least and most as 1-4"
         )
-    return options | {"autoscaling_config": scaling}
+    return options | {"autoscaling_config": limits}
 
 
 def _number(name: str, text: str, *, least: float = 0, whole: bool = False) -> float:
@@ -158,20 +161,20 @@ def decoder(address: str, target: str, recipe: "Recipe") -> "Decoder":
     return offline.ray_decoder(target, recipe, None)
 
 
-def host_launcher(address: str, hosts: int) -> "Launcher":
-    """Connect to a cluster, and return how `dflash-jax serve --hosts` starts workers there.
+def serve_one_model(options: ServeOptions, listening: Callable[[str], object]) -> None:
+    """Serve one model over several hosts of a cluster until a signal arrives.
 
     Args:
-      address: as for `decoder`.
-      hosts: number of workers.
+      listening: called with the URL once the model is served.
 
     Raises:
       RequestError: the extra `ray` is missing, or no cluster answers.
     """
-    _connect(address)
-    from dflash_jax.ray.hosts import RayLauncher
+    assert options.ray is not None
+    _connect(options.ray)
+    from dflash_jax.ray import serving
 
-    return RayLauncher(hosts)
+    serving.serve_one_model(options, listening)
 
 
 def train(

@@ -62,8 +62,8 @@ class Conversations:
 
     def remember(self, call: Call, body: bytes) -> None:
         """Remember the id of a stored response, given the beginning of the body that has it."""
-        if call.pinned and (found := RESPONSE_ID.search(body)):
-            self._of_response[found[1].decode()] = call.conversation
+        if call.pinned and (match := RESPONSE_ID.search(body)):
+            self._of_response[match[1].decode()] = call.conversation
             if len(self._of_response) > MOST_RESPONSES:
                 self._of_response.popitem(last=False)
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from dflash_jax.hosts.launch import kill_session, start_module
-from dflash_jax.trainer.exchange import SILENCE
 from dflash_jax.trainer.loop import StopFlag, stop_flag
+from dflash_jax.utils.child_processes import END_S, kill_session, start_module
 
+PATIENCE = 2 * END_S  # seconds for the others to end after one of them
 POLL = 0.3  # seconds between two questions to a command
 LAST = 30.0  # seconds for the last lines of one that ended
 
@@ -38,15 +38,13 @@ class CommandProcess:
     """A command of `dflash-jax` in a process of its own.
 
     Its lines are read from pipes: once nobody reads them, the next one ends it.
-
-    Args:
-      variables: of its environment, in addition to those of this process.
     """
 
-    def __init__(self, words: Sequence[str], **variables: str):
+    def __init__(self, words: Sequence[str]):
         self._lines: queue.SimpleQueue[Line] = queue.SimpleQueue()
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self._process = start_module(("dflash_jax", *words), variables, **pipes)
+        self._process = start_module(
+            ("dflash_jax", *words), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}.items()
         self._readers = [threading.Thread(target=self._read, args=x, daemon=True) for x in streams]
         for reader in self._readers:
@@ -54,7 +52,8 @@ class CommandProcess:
 
     def poll(self) -> tuple[list[Line], int | None]:
         """See `Command`."""
-        code, lines = self._process.poll(), []
+        code = self._process.poll()
+        lines = []
         if code is not None:
             for reader in self._readers:
                 reader.join(LAST)
@@ -82,11 +81,12 @@ def follow(commands: Sequence[Command], show: Show, stop: StopFlag) -> list[int]
 
     A stop is passed on to the first command, which stops the others. Lines of the others are shown
     only if they end with an error that the first one did not show. Commands that outlive a stop or
-    a failed one by `SILENCE` seconds are killed.
+    a failed one by `PATIENCE` seconds are killed.
     """
     codes: list[int | None] = [None] * len(commands)
     said: list[list[str]] = [[] for _ in commands]
-    until, passed_on = math.inf, False
+    until = math.inf
+    passed_on = False
     try:
         while None in codes and time.monotonic() < until:
             for i, command in enumerate(commands):
@@ -100,7 +100,7 @@ def follow(commands: Sequence[Command], show: Show, stop: StopFlag) -> list[int]
                 passed_on = True
                 commands[0].signal(signal.SIGTERM)
             if until == math.inf and (passed_on or any(codes)):
-                until = time.monotonic() + SILENCE
+                until = time.monotonic() + PATIENCE
             time.sleep(POLL)
     finally:
         for command in commands:

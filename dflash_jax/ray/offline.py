@@ -33,18 +33,19 @@ def answers(
     report: Report,
 ) -> Any:
     """Return a dataset of answered prompts; arguments and errors as for `ray.answers`."""
-    given = source if isinstance(source, str) else training_data(source.iter_rows())
-    begun = begin(target, given, out, recipe, report=report, mask_id=mask_id)
+    prompts = source if isinstance(source, str) else training_data(source.iter_rows())
+    begun = begin(target, prompts, out, recipe, report=report, mask_id=mask_id)
     decoder = ray_decoder(target, recipe, workers)
     parts = answered_rows(begun, decoder=decoder)
-    model, found = begun.model, []
+    model = begun.model
+    rows = []
     for part in parts:
         for tokens, real, wanted in zip(part.tokens, part.real, part.wanted, strict=True):
             row = {"ids": tokens[real].tolist(), "wanted": wanted[real].tolist()}
             if model.tokenizer is not None:
                 row["text"] = model.tokenizer.raw(row["ids"])
-            found.append(row)
-    return ray.data.from_items(found)
+            rows.append(row)
+    return ray.data.from_items(rows)
 
 
 def training_data(rows: Any) -> TrainingData:
@@ -106,7 +107,8 @@ class AnswerActor:
     def __init__(self, target: str, recipe: Recipe):
         use_compilation_cache()
         variant = Variant.SAMPLED if recipe.temperature else Variant.GREEDY
-        model, weights = open_target(target, recipe), recipe.target_weights
+        model = open_target(target, recipe)
+        weights = recipe.target_weights
         self._pool = EnginePool(model, variant, most=1, weights=weights)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:

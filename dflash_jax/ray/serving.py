@@ -4,26 +4,34 @@ The gateway passes HTTP requests to replicas, and survives a replica's end.
 """
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, MutableMapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, MutableMapping
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from dflash_jax.errors import ComputeError, RequestError
-from dflash_jax.ray import given_options, scaling_options
+from dflash_jax.errors import ComputeError
+from dflash_jax.ray import SCALING, given_options, scaling_options
 from dflash_jax.ray.calls import Call, Conversations, ranked
+from dflash_jax.ray.hosts import gpus_per_node
 from dflash_jax.serve_options import ServeOptions
 from dflash_jax.server.protocol import Problem
+from dflash_jax.utils.addresses import free_address, split_address
+from dflash_jax.utils.command import Terminated
 
 log = logging.getLogger("dflash_jax.ray")
 ATTEMPTS = 3  # replicas that may end before one of them answers
@@ -42,7 +50,8 @@ class Gateway:
     """
 
     def __init__(self, replicas: DeploymentHandle, max_body: int):
-        self._replicas, self._max_body = replicas.options(stream=True), max_body
+        self._replicas = replicas.options(stream=True)
+        self._max_body = max_body
         self._conversations = Conversations()
 
     async def __call__(self, request: Request) -> Response:
@@ -188,12 +197,14 @@ class Replica:
     """
 
     async def __init__(self, options: ServeOptions):
-        from dflash_jax.graph.build import BackgroundCompiler
+        from dflash_jax.graph.background import BackgroundCompiler
         from dflash_jax.server.access_log import log_to_stderr
         from dflash_jax.server.configuration import configuration, normalized
         from dflash_jax.server.run import new_server
 
         options = normalized(options)
+        if options.hosts > 1:
+            await self._join(options)
         log_to_stderr(quiet=options.quiet, form=options.log_format)
         engines, config = await asyncio.to_thread(configuration, options)
         self._server = new_server(engines, config, [config.host], BackgroundCompiler())
@@ -204,6 +215,15 @@ class Replica:
         for future in (ready, *ends):
             future.cancel()
         self.check_health()
+
+    async def _join(self, options: ServeOptions) -> None:
+        """Become process 0 of several hosts, which end with this one, as it does with them."""
+        from dflash_jax.server import serving_hosts
+
+        address = free_address(ray.util.get_node_ip_address())
+        options = dataclasses.replace(options, host_index=0, coordinator=address)
+        self._followers = start_followers(options)  # they end when nobody refers to them
+        await asyncio.to_thread(serving_hosts.join, options)
 
     def check_health(self) -> None:
         """Check that the replica can answer, as /ready does; Ray Serve replaces it otherwise.
@@ -258,16 +278,24 @@ GATEWAY_REQUESTS = 10_000  # at a time, per gateway; they only wait
 def application(args: Mapping[str, Any]) -> Any:
     """Return the application; arguments and errors as for `dflash_jax.ray.app`."""
     options, scaling = given_options(args, os.environ)
-    if options.hosts > 1:
-        raise RequestError(
-            f"hosts is {options.hosts}, but a replica has one process; serve a model over several"
-            " hosts by `dflash-jax serve --hosts N --ray ADDRESS`"
-        )
+    return _application(options, scaling_options(scaling, options.plan.rows))
+
+
+def _application(options: ServeOptions, scaling: dict[str, Any]) -> Any:
+    """Return the application, given options of the deployment of replicas.
+
+    Each replica of several hosts has a placement group, and is process 0 in its first bundle.
+    """
     rows = options.plan.rows
+    if options.hosts > 1:
+        scaling = scaling | {
+            "placement_group_bundles": [_bundle(scaling["ray_actor_options"])] * options.hosts,
+            "placement_group_strategy": "SPREAD",
+        }
     replica = serve.deployment(
         Replica,
         name="Replica",
-        **scaling_options(scaling, rows),
+        **scaling,
         max_ongoing_requests=options.queue,
         max_queued_requests=options.queue,
         graceful_shutdown_wait_loop_s=0.5,
@@ -284,3 +312,59 @@ def application(args: Mapping[str, Any]) -> Any:
         graceful_shutdown_timeout_s=options.drain + GRACE_S,
     )
     return gateway.bind(replica.bind(options), options.max_body or MOST_BODY)
+
+
+def _bundle(resources: Mapping[str, float]) -> dict[str, float]:
+    """Return the resources of a host, as placement groups name them."""
+    bundle = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
+    return {name: amount for name, amount in bundle.items() if amount}
+
+
+def serve_one_model(options: ServeOptions, listening: Callable[[str], object]) -> None:
+    """Serve one model over hosts of the cluster until a signal arrives.
+
+    Args:
+      listening: called with the URL once the model is served.
+    """
+    from dflash_jax.server.run import url_of
+
+    port = options.port or split_address(free_address())[1]
+    scaling = scaling_options(SCALING | {"gpus": str(gpus_per_node())}, options.plan.rows)
+    serve.start(http_options={"host": options.host, "port": port})
+    try:
+        with contextlib.suppress(KeyboardInterrupt, Terminated):
+            serve.run(_application(dataclasses.replace(options, ray=None), scaling))
+            listening(url_of(options.host, port))
+            while True:
+                time.sleep(1.0)
+    finally:
+        serve.shutdown()
+
+
+class Follower:
+    """A host of a replica that is not its first, in an actor of its own."""
+
+    def follow(self, options: ServeOptions) -> None:
+        """Follow the replica's engine; the process ends with the replica."""
+        from dflash_jax.server import serving_hosts
+
+        serving_hosts.run(options, lambda: 1)
+
+
+def start_followers(options: ServeOptions) -> list[Any]:
+    """Start the other hosts of a replica, in the other bundles of its placement group."""
+    group = ray.util.get_current_placement_group()
+    followers: list[Any] = []
+    for index in range(1, options.hosts):
+        bundle = group.bundle_specs[index]
+        actor = ray.remote(Follower).options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            ),
+        )
+        follower = actor.remote()
+        follower.follow.remote(dataclasses.replace(options, host_index=index))
+        followers.append(follower)
+    return followers

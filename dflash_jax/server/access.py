@@ -44,41 +44,50 @@ class AllowedHosts:
         name = host_name(header)
         if name is None:
             return False
-        if address := _address(name):
+        address = _address(name)
+        if address is not None:
             return self.addresses or address.is_loopback or str(address) in self.names
         return name == "localhost" or name in self.names or name.endswith(self.domains)
 
 
 def allowed_hosts(
-    bound: Iterable[str], given: Sequence[str] = (), *, has_keys: bool = False
+    bound: Iterable[str], wanted: Sequence[str] = (), *, has_keys: bool = False
 ) -> AllowedHosts:
     """Return the Host headers to accept.
 
     Args:
       bound: the value of `--host`, and the addresses it resolves to. If one of them means all
         interfaces, every address and the machine's own name are accepted.
-      given: values of `--allowed-host`.
+      wanted: values of `--allowed-host`.
       has_keys: requests need an API key, which web pages do not have. Then every host is accepted
-        unless `given` restricts them.
+        unless `wanted` restricts them.
 
     Raises:
-      RequestError: an entry of `given` is not a host.
+      RequestError: an entry of `wanted` is not a host.
     """
-    given = [allowed_host(text) for text in given]
-    if ANY in given or (has_keys and not given):
+    wanted = [allowed_host(text) for text in wanted]
+    if ANY in wanted or (has_keys and not wanted):
         return AllowedHosts(everything=True)
     bound = [name.lower() for name in bound]
-    wild = any(
-        not name or ((address := _address(name)) and address.is_unspecified) for name in bound
-    )
-    names = {*bound, *(name for name in given if not name.startswith("*."))}
-    if wild:
+    all_interfaces = any(map(_means_all_interfaces, bound))
+    names = set(bound)
+    domains = []
+    for name in wanted:
+        if name.startswith("*."):
+            domains.append(name.removeprefix("*"))
+        else:
+            names.add(name)
+    if all_interfaces:
         own = socket.gethostname().lower()
-        first = own.partition(".")[0]
-        names |= {own, first, f"{first}.local"}
-    plain = {str(_address(name) or name) for name in names if name}
-    domains = tuple(name[1:] for name in given if name.startswith("*."))
-    return AllowedHosts(frozenset(plain), domains, addresses=wild)
+        short = own.partition(".")[0]
+        names |= {own, short, f"{short}.local"}
+    plain = frozenset(str(_address(name) or name) for name in names if name)
+    return AllowedHosts(plain, tuple(domains), addresses=all_interfaces)
+
+
+def _means_all_interfaces(bound: str) -> bool:
+    address = _address(bound)
+    return not bound or (address is not None and address.is_unspecified)
 
 
 def host_name(header: str) -> str | None:
@@ -111,10 +120,10 @@ def allowed_host(text: str) -> str:
       RequestError: the value is not a host name, an address, `*` or `*.NAME`.
     """
     plain = text.strip().lower().removesuffix(".")
-    inner = plain.removeprefix("[").removesuffix("]")
     if plain == ANY:
         return plain
-    if address := _address(inner):
+    address = _address(plain.removeprefix("[").removesuffix("]"))
+    if address is not None:
         return str(address)
     if NAME.fullmatch(plain.removeprefix("*.")):
         return plain
@@ -144,7 +153,8 @@ def cors_origin(text: str) -> str:
 
 def is_own_page(origin: str, host: str) -> bool:
     """Return whether a request's origin is the host that it is sent to."""
-    return origin.lower().partition("://")[2] == host.strip().lower() != ""
+    host = host.strip().lower()
+    return host != "" and origin.lower().partition("://")[2] == host
 
 
 def is_json(content_types: Sequence[str]) -> bool:

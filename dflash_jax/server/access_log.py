@@ -21,30 +21,30 @@ from dflash_jax.server.protocol import Problem, new_id
 log = logging.getLogger("dflash_jax.server.requests")
 LogFormat = Literal["text", "json"]
 RECORD = "access"  # key of the record in the state of a request
-PROBES = ("/health", "/ready")  # which are asked every few seconds, also before they succeed
-METRICS = "/metrics"
-UNLOGGED = (*PROBES, METRICS)  # unless they fail for another reason than that
+# Probes are asked every few seconds, also before they succeed: they are never logged.
+PROBES = ("/health", "/ready")
+METRICS = "/metrics"  # is logged only with an error
 LONGEST = 200  # characters of a path
 PLAIN = re.compile(r"[\w./:@,+%\[\]-]+", re.ASCII)  # values that need no quotes
-HEADERS = (b"request-id", b"x-request-id")  # with the id, as Anthropic's and OpenAI's
-LOGGERS = ("dflash_jax", "uvicorn", "asyncio", "py.warnings")  # what a server's process logs by
+HEADERS = (b"request-id", b"x-request-id")  # the id in responses, as Anthropic and OpenAI name it
+LOGGERS = ("dflash_jax", "uvicorn", "asyncio", "py.warnings")  # loggers of a server's process
 
 
 @dataclasses.dataclass(kw_only=True)
 class AccessRecord:
-    """What the log says of one request.
+    """The log's record of one request.
 
     Attributes:
-      path: as it was sent, without a query, which may hold what is private.
-      client: its address, as a trusted proxy gives it.
-      key: label of its API key.
-      model: name of the served model that it chose.
-      generation: its outputs, if there are some.
-      left: why it ended early, and in which phase.
-      problem: the error that it was answered with, if any.
-      status: of the response; 0 before it begins.
+      path: path as the client sent it, without the query, which may be private.
+      client: address of the client, as a trusted proxy gives it.
+      key: label of the API key.
+      model: name of the served model that the request chose.
+      generation: outputs of the request, if it generates.
+      left: why the request ended early, and in which phase.
+      problem: error with which the request was answered, if any.
+      status: status of the response; 0 before it begins.
       size: bytes of the response's body.
-      usage: what it is counted in until it ends, if it generates.
+      usage: usage of the key's limits that counts the request until it ends, if it generates.
     """
 
     id: str = dataclasses.field(default_factory=lambda: new_id("req_"))
@@ -64,15 +64,16 @@ class AccessRecord:
 
     @classmethod
     def of(cls, scope: Any) -> "AccessRecord":
-        """Return the record of an ASGI request, which is made once."""
+        """Return the record of an ASGI request; every call for one request returns the same."""
         state = scope.setdefault("state", {})
         if RECORD not in state:
-            raw = scope.get("raw_path") or scope["path"].encode()
-            path = raw.partition(b"?")[0].decode("latin-1")
+            raw_path = scope.get("raw_path") or scope["path"].encode()
+            path = raw_path.partition(b"?")[0].decode("latin-1")
+            host, _ = scope.get("client") or ("", 0)
             state[RECORD] = cls(
                 method=scope["method"][:40],
                 path=path[:LONGEST],
-                client=str((scope.get("client") or ("", 0))[0])[:LONGEST],
+                client=str(host)[:LONGEST],
             )
         return state[RECORD]
 
@@ -88,9 +89,8 @@ class AccessRecord:
             self.status = status
 
     def fields(self) -> dict[str, Any]:
-        """Return everything that is known, by name; None is what the request does not have."""
-        generation = self.generation
-        found: dict[str, Any] = {
+        """Return all fields of the request by name; None for those that it does not have."""
+        fields: dict[str, Any] = {
             "id": self.id,
             "method": self.method or None,
             "path": self.path or None,
@@ -101,15 +101,19 @@ class AccessRecord:
             "seconds": round(time.perf_counter() - self._started, 3),
             "bytes": self.size,
         }
-        found |= _outputs(generation, self._started) if generation else dict.fromkeys(OF_OUTPUTS)
-        found["end"] = self._end
-        found["phase"] = self.left[1] if self.left else None
-        found["code"] = self.problem.code if self.problem else None
-        found["error"] = self.problem.message if self.problem else None
-        return found
+        if self.generation:
+            fields |= _output_fields(self.generation, self._started)
+        else:
+            fields |= dict.fromkeys(OUTPUT_FIELDS)
+        fields["end"] = self._end
+        fields["phase"] = self.left[1] if self.left else None
+        fields["code"] = self.problem.code if self.problem else None
+        fields["error"] = self.problem.message if self.problem else None
+        return fields
 
     @property
     def _end(self) -> str | None:
+        """Return why the request ended: early, with an error, or the outputs' finish reasons."""
         if self.left:
             return self.left[0]
         if self.problem:
@@ -120,32 +124,37 @@ class AccessRecord:
     def end(self) -> None:
         """Count the end of the request, and log its line."""
         if self.usage:
-            used = writer.token_usage(self.generation) if self.generation else {}
-            self.usage.end(used.get("total_tokens", 0))
-        probe = self.path in PROBES or (self.path in UNLOGGED and not self.problem)
-        good = self.status and self.status < 400 and not self.problem and not self.left
-        level = logging.INFO if good else logging.WARNING
-        if not probe and log.isEnabledFor(level):
+            tokens = 0
+            if self.generation:
+                tokens = writer.token_usage(self.generation)["total_tokens"]
+            self.usage.end(tokens)
+        if self.path in PROBES or (self.path == METRICS and not self.problem):
+            return
+        succeeded = self.status and self.status < 400 and not self.problem and not self.left
+        level = logging.INFO if succeeded else logging.WARNING
+        if log.isEnabledFor(level):
             fields = self.fields()
             log.log(level, "%s", text_of(fields), extra={RECORD: fields})
 
 
-OF_OUTPUTS = (
+# Fields of requests that generate, in the order of `_output_fields`.
+OUTPUT_FIELDS = (
     "stream", "outputs", "prompt_tokens", "cached_tokens", "output_tokens", "queued_s",
     "first_token_s", "tokens_per_s", "acceptance_length", "plain", "recovery", "warnings",
     "response",
 )  # fmt: skip
-MOST_WARNINGS = 8  # of a request in the log
+MOST_WARNINGS = 8  # warnings of a request that its line has
 
 
-def _outputs(generation: Generation, started: float) -> dict[str, Any]:
-    """Return the fields of a request that generates, by the names of `OF_OUTPUTS`."""
+def _output_fields(generation: Generation, started: float) -> dict[str, Any]:
     usage = writer.token_usage(generation)
     stats = [reply.result.stats for reply in generation.replies if reply.result]
-    first, rounds = generation.first_token, sum(each.rounds for each in stats)
-    decoding = sum(each.decode_s for each in stats)
+    first_token = generation.first_token
+    rounds = sum(each.rounds for each in stats)
+    decode_s = sum(each.decode_s for each in stats)
     committed = sum(sum(each.acceptance_lengths) for each in stats)
-    tokens = sum(max(each.output_tokens - 1, 0) for each in stats)
+    # The first token of an output comes from the prefill.
+    decoded = sum(max(each.output_tokens - 1, 0) for each in stats)
     reasons = dict.fromkeys(reason for each in stats for reason in each.fallbacks)
     events = sum((each.recovery for each in stats), collections.Counter[str]())
     warnings = dict.fromkeys(text for reply in generation.replies for text in reply.warnings)
@@ -156,15 +165,15 @@ def _outputs(generation: Generation, started: float) -> dict[str, Any]:
         usage["prompt_tokens_details"]["cached_tokens"],
         usage["completion_tokens"],
         round(max(map(writer.queued_s, stats)), 3) if stats else None,
-        None if first is None else round(first - started, 3),
-        round(tokens / decoding, 1) if tokens and decoding else None,
+        None if first_token is None else round(first_token - started, 3),
+        round(decoded / decode_s, 1) if decoded and decode_s else None,
         round(committed / rounds, 2) if rounds else None,
         list(reasons) or None,
         dict(events) or None,
         [text[:LONGEST] for text in warnings][:MOST_WARNINGS] or None,
         generation.response_id or None,
     )
-    return dict(zip(OF_OUTPUTS, values, strict=True))
+    return dict(zip(OUTPUT_FIELDS, values, strict=True))
 
 
 def text_of(fields: Mapping[str, Any]) -> str:
@@ -173,8 +182,11 @@ def text_of(fields: Mapping[str, Any]) -> str:
     Id, method, path and status come first, without their names.
     """
     rest = dict(fields)
-    first = [_word(rest.pop(name)) for name in ("id", "method", "path", "status")]
-    return " ".join([*first, *(f"{name}={_word(x)}" for name, x in rest.items() if x is not None)])
+    words = [_word(rest.pop(name)) for name in ("id", "method", "path", "status")]
+    for name, value in rest.items():
+        if value is not None:
+            words.append(f"{name}={_word(value)}")
+    return " ".join(words)
 
 
 def _word(value: Any) -> str:
@@ -201,24 +213,25 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         record = AccessRecord.of(scope)
-        named = [(header, record.id.encode()) for header in HEADERS]
+        id_headers = [(header, record.id.encode()) for header in HEADERS]
 
-        async def noted(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.begin(message["status"])
-                message = {**message, "headers": [*message.get("headers", ()), *named]}
+                headers = [*message.get("headers", ()), *id_headers]
+                message = dict(message) | {"headers": headers}
             elif message["type"] == "http.response.body":
                 record.size += len(message.get("body", b""))
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, send_and_note)
         finally:
             record.end()
 
 
 class Lines(logging.Formatter):
-    """Log records as lines of text. What a client sent cannot begin a new one."""
+    """Formats log records as lines of text. What a client sent cannot begin a new line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname).1s %(message)s")
@@ -229,30 +242,33 @@ class Lines(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         """Return a traceback, whose lines cannot be taken for records."""
-        return "\n".join(f"  | {one_line(x)}" for x in super().formatException(ei).splitlines())
+        lines = super().formatException(ei).splitlines()
+        return "\n".join(f"  | {one_line(line)}" for line in lines)
 
 
 class JsonLines(logging.Formatter):
-    """Log records as JSON objects, one a line. Those of requests have the request's fields."""
+    """Formats log records as JSON objects, one a line; those of requests have their fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return an object with the time in UTC, the level, and the fields or the message."""
-        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        found: dict[str, Any] = {
-            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        time_utc = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": time_utc.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
         }
-        if fields := getattr(record, RECORD, None):
-            return json.dumps(found | fields)
-        found |= {"logger": record.name, "message": record.getMessage()}
-        found |= getattr(record, "dflash", {})  # the figures of an event of recovery
+        request_fields = getattr(record, RECORD, None)
+        if request_fields:
+            return json.dumps(line | request_fields)
+        line["logger"] = record.name
+        line["message"] = record.getMessage()
+        line |= getattr(record, "dflash", {})  # figures of an event of recovery
         if record.exc_info:
-            found["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(found, default=str)
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
 def log_to_stderr(*, quiet: bool, form: LogFormat = "text") -> None:
-    """Log to standard error; with `quiet`, without the lines of requests that went well."""
+    """Log to standard error; with `quiet`, without the lines of requests that succeeded."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else Lines())
     logging.captureWarnings(True)

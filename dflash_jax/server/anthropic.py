@@ -5,16 +5,11 @@ import math
 from typing import Any
 
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import (
-    CommonFields,
-    common_arguments,
-    positive_budget,
-    reasoning_options,
-    stop_strings,
-)
+from dflash_jax.server.fields import CommonFields, common_arguments, stop_strings
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
+from dflash_jax.server.reasoning import positive_budget, reasoning_options
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.tools import DeclaredTools, check_tools, tool_arguments
 from dflash_jax.server.writer import ResponseWriter, cached_tokens, sse_event
@@ -58,6 +53,9 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
 
     Args:
       counting: the request only counts tokens, and needs no max_tokens.
+
+    Raises:
+      Problem: 400, the body is not such a request, or asks for something unsupported.
     """
     parsed, unread = decode(body, MessagesRequest)
     if parsed.thread is not None:
@@ -66,62 +64,66 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
         raise Problem("max_tokens is missing", param="max_tokens")
     if not parsed.messages:  # there may be a system prompt
         raise Problem("messages is empty; give at least one", param="messages")
-    output = parsed.output_config or {}
-    output_format, where = output.get("format"), "output_config.format"
+    output_config = parsed.output_config or {}
+    output_format = output_config.get("format")
+    where = "output_config.format"
     if output_format is None:
-        output_format, where = parsed.output_format, "output_format"
-    common = common_arguments(parsed, unread, output_format, where)
-    warnings = list(common["warnings"])
-    tools = _tool_arguments(parsed)
-    template, more_warnings = reasoning_options(
+        output_format = parsed.output_format
+        where = "output_format"
+    arguments = common_arguments(parsed, unread, output_format, where)
+    arguments |= _tool_arguments(parsed)
+    variables, reasoning_warnings = reasoning_options(
         parsed.chat_template_kwargs,
-        effort=output.get("effort"),
+        effort=output_config.get("effort"),
         where="output_config.effort",
         thinking=parsed.thinking,
     )
-    warnings += more_warnings
+    warnings = [*arguments["warnings"], *reasoning_warnings]
     messages = messages_from_anthropic(parsed.system, parsed.messages, warnings)
     messages = parse_messages(messages, warnings)
-    stop = (*common["stop"], *stop_strings(parsed.stop_sequences))
-    budget = (
-        positive_budget((parsed.thinking or {}).get("budget_tokens")) or common["thinking_budget"]
-    )
-    more: dict[str, Any] = {"warnings": tuple(warnings), "stop": stop, "thinking_budget": budget}
+    arguments["warnings"] = tuple(warnings)
+    arguments["stop"] += stop_strings(parsed.stop_sequences)
+    budget = positive_budget((parsed.thinking or {}).get("budget_tokens"))
+    if budget is not None:
+        arguments["thinking_budget"] = budget
     return GenerationRequest(
         api="messages",
         messages=messages,
         parallel_tool_calls=not (parsed.tool_choice or {}).get("disable_parallel_tool_use"),
-        template_kwargs=template,
+        template_kwargs=variables,
         continue_final_message=continues_assistant(parsed.messages),
         max_tokens=parsed.max_tokens,
         clamp_max_tokens=True,
-        **tools | common | more,
+        **arguments,
     )
 
 
 def _tool_arguments(parsed: MessagesRequest) -> dict[str, Any]:
+    """Return the arguments of `GenerationRequest` about tools."""
     check_tools(parsed.tools)
-    found = DeclaredTools()
+    declared = DeclaredTools()
     for at, tool in enumerate(parsed.tools or []):
-        if (kind := tool.get("type")) not in (None, "custom"):
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
             raise Problem(
                 f"the tool {tool.get('name')!r} of type {kind!r} is defined by Anthropic and not"
                 " supported here; declare a tool with a name and an input_schema instead",
                 param=f"tools[{at}].type",
             )
-        inner = {"name": tool.get("name"), "description": tool.get("description", "")}
+        function = {"name": tool.get("name"), "description": tool.get("description", "")}
         if tool.get("strict") is True:
-            inner["strict"] = True
-        inner["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
-        found.functions.append({"type": "function", "function": inner})
-        found.places.append(f"tools[{at}]")
+            function["strict"] = True
+        function["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
+        declared.functions.append({"type": "function", "function": function})
+        declared.places.append(f"tools[{at}]")
     choice = parsed.tool_choice or {"type": "auto"}
     kind = choice.get("type")
     if kind not in ("auto", "any", "none", "tool"):
         text = f"tool_choice type {kind!r}; expected auto, any, none or tool"
         raise Problem(text, param="tool_choice.type")
-    wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
-    return tool_arguments(found, wanted)
+    if kind == "tool":
+        return tool_arguments(declared, {"function": {"name": choice.get("name")}})
+    return tool_arguments(declared, kind)
 
 
 def _no_threads() -> Problem:
@@ -136,17 +138,18 @@ def _no_threads() -> Problem:
 class MessagesWriter(ResponseWriter):
     """Writes responses and stream events of /v1/messages.
 
-    A stream has no event before the first token, which makes the usage figures of message_start
-    known.
+    A stream has no event before the first token: message_start has figures of usage that are
+    known only then.
     """
 
     prefix = "msg_"
 
     def __init__(self, generation: Generation):
         super().__init__(generation)
-        self._reused: int | None = None  # cached prompt tokens, as sent in message_start
+        # Cached prompt tokens that message_start named; None until it was sent.
+        self._num_cached: int | None = None
         self._at = -1  # index of the current content block
-        self._open = ""  # type of the current block, while it is open
+        self._open = ""  # type of the current block; empty if none is open
 
     def to_json(self) -> dict[str, Any]:
         """Return the message object."""
@@ -156,9 +159,9 @@ class MessagesWriter(ResponseWriter):
 
     def _begin(self) -> bytes:
         """Return message_start, unless it was sent."""
-        if self._reused is not None:
+        if self._num_cached is not None:
             return b""
-        self._reused = self.generation.cached
+        self._num_cached = self.generation.cached
         message = self._message([], None, self._usage())
         return sse_event({"type": "message_start", "message": message})
 
@@ -196,10 +199,12 @@ class MessagesWriter(ResponseWriter):
         return sse_event(problem.to_json())
 
     def _enter(self, kind: str, block: dict[str, Any]) -> bytes:
+        """Return the events that open a content block, unless one of its type is open."""
         if self._open == kind:
             return b""
         out = self._leave()
-        self._at, self._open = self._at + 1, kind
+        self._at += 1
+        self._open = kind
         start = {"type": "content_block_start", "index": self._at}
         return out + sse_event(start | {"content_block": {"type": kind} | block})
 
@@ -207,6 +212,7 @@ class MessagesWriter(ResponseWriter):
         return sse_event({"type": "content_block_delta", "index": self._at, "delta": delta})
 
     def _leave(self) -> bytes:
+        """Return the events that close the current content block, if one is open."""
         if not self._open:
             return b""
         out = b""
@@ -218,12 +224,14 @@ class MessagesWriter(ResponseWriter):
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]
         prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        reused = cached_tokens(stats) if self._reused is None else self._reused
+        num_cached = self._num_cached
+        if num_cached is None:
+            num_cached = cached_tokens(stats)
         return {
-            "input_tokens": prompt_tokens - reused,
-            "cache_read_input_tokens": reused,
+            "input_tokens": prompt_tokens - num_cached,
+            "cache_read_input_tokens": num_cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": sum(s.output_tokens for s in stats),
+            "output_tokens": sum(each.output_tokens for each in stats),
         }
 
     def _message(
@@ -258,7 +266,9 @@ def _input(arguments: str) -> dict[str, Any]:
             value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         value = None
-    return value if isinstance(value, dict) and not is_deep(value) else {"raw": arguments}
+    if isinstance(value, dict) and not is_deep(value):
+        return value
+    return {"raw": arguments}
 
 
 def _refuse(word: str) -> Any:
@@ -266,12 +276,14 @@ def _refuse(word: str) -> Any:
 
 
 def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(f"{text} is too large")
     return number
 
 
 def _reason(reply: Reply) -> str:
+    """Return Anthropic's stop reason."""
     if reply.stop_string and reply.finish_reason != "tool_calls":
         return "stop_sequence"
     words = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -19,28 +19,27 @@ from dflash_jax.server import anthropic, completions, responses
 from dflash_jax.server.access import allowed_hosts
 from dflash_jax.server.access_log import AccessLog, AccessRecord
 from dflash_jax.server.background import by_size, in_thread, read_body
-from dflash_jax.server.generation import (
-    Generation,
-    ReplyEvents,
-    prepare,
-    sampling_params,
-    usable_tools,
-)
-from dflash_jax.server.http_connection import (
+from dflash_jax.server.engine_options import sampling_params
+from dflash_jax.server.generation import Generation, ReplyEvents
+from dflash_jax.server.http_responses import (
     ClientDisconnected,
     EventStreamResponse,
     JsonPieces,
     unless_disconnected,
 )
-from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, page_routes
+from dflash_jax.server.information import InfoRoutes
 from dflash_jax.server.key_ring import KeyRing
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware
-from dflash_jax.server.prompt import EncodedPrompt
+from dflash_jax.server.output_structure import usable_tools
+from dflash_jax.server.prompt import EncodedPrompt, prepare
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import ResponseStores
 from dflash_jax.server.served_models import ServedModel, ServedModels, ServerConfig
+from dflash_jax.server.stored_routes import StoredRoutes
+from dflash_jax.server.token_routes import Reader, TokenRoutes
+from dflash_jax.server.web_page import page_routes
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
 from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta
 
@@ -69,7 +68,7 @@ class Server:
 
     Attributes:
       app: the ASGI application.
-      routes: those of the application.
+      routes: the application's routes.
     """
 
     def __init__(
@@ -79,67 +78,76 @@ class Server:
         bound: Sequence[str] = ("127.0.0.1",),
         metrics_port: int | None = None,
     ):
-        self.models = ServedModels(models, config.aliases, any_name=config.any_name)
-        self._config, self._metrics = config, Metrics()
+        self.models = ServedModels(models, config.aliases, any_name=config.serve_any_name)
+        self._config = config
+        self._metrics = Metrics()
         self._keys = KeyRing(config.api_keys)
         self._middleware = Middleware(config, self._metrics, self.models, self._keys, metrics_port)
         self._running: set[Generation] = set()
-        self._stores = stores = ResponseStores(lambda: self._middleware.max_body)
-        stores.share(self._keys.owners)
-        parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
-        shared = self.models, self._middleware, config, self._metrics
-        information = InfoRoutes(*shared, parameters)
-
-        def read_responses(raw_request: Request) -> Callable[[bytes], GenerationRequest]:
-            store = stores.of(raw_request.state.key.owner)
-            return functools.partial(responses.decode_responses, store=store)
-
-        posts = information.posts | {
-            "/v1/chat/completions": self._generation_handler(lambda _: completions.decode_chat),
-            "/v1/completions": self._generation_handler(lambda _: completions.decode_completion),
-            "/v1/responses": self._generation_handler(read_responses, stored=True),
-            "/v1/responses/input_tokens": information.token_counter(
-                read_responses, stored=True, object="response.input_tokens"
-            ),
-            "/v1/messages": self._generation_handler(lambda _: anthropic.decode_messages),
-        }
-        wrap_handler = self._middleware.wrap_handler
-        routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
-        self.routes = routes
-        routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
-        for path, page in page_routes().items() if config.ui else ():
-            routes.append(Route(path, wrap_handler(page, needs_key=False), methods=["GET"]))
-        for path, (handler, methods) in StoredRoutes(stores, self._middleware).handlers.items():
-            routes.append(Route(path, wrap_handler(handler), methods=methods))
+        self._stores = ResponseStores(lambda: self._middleware.max_body)
+        self._stores.share(self._keys.owners)
+        self.routes = self._new_routes()
         handlers: Any = {404: self._middleware.no_route, 405: self._middleware.no_route}
-        hosts = allowed_hosts(bound, config.allowed_hosts, has_keys=bool(self._keys))
-        inner = Starlette(routes=routes, exception_handlers=handlers)
-        self.app: ASGIApp = self._middleware.wrap_app(inner, hosts)
-        if config.cors:  # outermost: error responses need its headers, preflights have no key
+        hosts = allowed_hosts(bound, config.allowed_host, has_keys=bool(self._keys))
+        inner = Starlette(routes=self.routes, exception_handlers=handlers)
+        app = self._middleware.wrap_app(inner, hosts)
+        if config.cors_origin:
+            # The outermost but for the log: errors need its headers, and preflights have no key.
             from starlette.middleware.cors import CORSMiddleware
 
-            self.app = CORSMiddleware(
-                self.app,
-                allow_origins=config.cors,
+            app = CORSMiddleware(
+                app,
+                allow_origins=config.cors_origin,
                 allow_methods=["*"],
                 allow_headers=["*"],
                 allow_private_network=True,
                 expose_headers=["request-id", "x-request-id", "retry-after"],
             )
-        self.app = AccessLog(self.app)
+        self.app: ASGIApp = AccessLog(app)
+
+    def _new_routes(self) -> list[Route]:
+        config = self._config
+        wrap_handler = self._middleware.wrap_handler
+        parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
+        information = InfoRoutes(self.models, self._middleware, config, self._metrics, parameters)
+        tokens = TokenRoutes(self.models, self._middleware)
+
+        def read_responses(raw_request: Request) -> Callable[[bytes], GenerationRequest]:
+            store = self._stores.of(raw_request.state.key.owner)
+            return functools.partial(responses.decode_responses, store=store)
+
+        posts = tokens.posts | {
+            "/v1/chat/completions": self._generation_handler(lambda _: completions.decode_chat),
+            "/v1/completions": self._generation_handler(lambda _: completions.decode_completion),
+            "/v1/responses": self._generation_handler(read_responses, stored=True),
+            "/v1/responses/input_tokens": tokens.token_counter(
+                read_responses, stored=True, object="response.input_tokens"
+            ),
+            "/v1/messages": self._generation_handler(lambda _: anthropic.decode_messages),
+        }
+        routes = []
+        for path, handler in posts.items():
+            routes.append(Route(path, wrap_handler(handler), methods=["POST"]))
+        for path, handler in information.gets.items():
+            routes.append(Route(path, wrap_handler(handler), methods=["GET"]))
+        if not config.no_ui:
+            for path, handler in page_routes().items():
+                routes.append(Route(path, wrap_handler(handler, needs_key=False), methods=["GET"]))
+        stored = StoredRoutes(self._stores, self._middleware)
+        for path, (handler, methods) in stored.handlers.items():
+            routes.append(Route(path, wrap_handler(handler), methods=methods))
+        return routes
 
     def drain(self, seconds: float) -> None:
         """Refuse new requests, and end running ones after this many seconds."""
         if not self._middleware.draining:
-            log.info(
-                "draining: running requests: %d; those not finished in %g s are ended",
-                len(self._running), seconds,
-            )  # fmt: skip
+            text = "draining: running requests: %d; those not finished in %g s are ended"
+            log.info(text, len(self._running), seconds)
         self._middleware.draining = True
         asyncio.get_running_loop().call_later(seconds, self._end_running)
 
     def reload_keys(self) -> None:
-        """Read the API keys again; where that fails, or would leave none, those before stay."""
+        """Read the API keys again; where that fails, or would leave none, the old ones stay."""
         if self._config.read_keys is None:
             log.warning("there are no keys to read again")
             return
@@ -165,6 +173,12 @@ class Server:
             generation.cancel("shutdown")
 
     def _generation_handler(self, reader: Reader, *, stored: bool = False) -> Handler:
+        """Return the handler of a route that generates.
+
+        Args:
+          stored: the body may refer to stored items.
+        """
+
         async def handler(raw_request: Request) -> Response:
             self._middleware.check_open()
             self._middleware.begin(raw_request)
@@ -179,13 +193,17 @@ class Server:
                 raise
             self._middleware.check_open()  # again: reading may take seconds
             model, request, prompts, options = parsed
-            limits = [t for t in (request.timeout, self._config.timeout) if t is not None]
             generation = Generation(
-                model, request, prompts, options, min(limits, default=None),
-                compile_wait=self._config.compile_wait, request_id=record.id,
+                model,
+                request,
+                prompts,
+                options,
+                self._timeout(request),
+                compile_wait=self._config.compile_wait,
+                request_id=record.id,
                 body_size=len(body),
                 client=_client(raw_request),
-            )  # fmt: skip
+            )
             record.generation = generation
             writer = WRITERS[request.api](generation)
             generation.response_id = writer.id
@@ -204,6 +222,10 @@ class Server:
 
         return handler
 
+    def _timeout(self, request: GenerationRequest) -> float | None:
+        limits = (request.timeout, self._config.time_limit)
+        return min((limit for limit in limits if limit is not None), default=None)
+
     async def _parse(
         self,
         read: Callable[[bytes], GenerationRequest],
@@ -212,9 +234,10 @@ class Server:
         *,
         stored: bool,
     ) -> tuple[ServedModel, GenerationRequest, list[EncodedPrompt], list[SamplingParams]]:
+        """Return a body's model and request, and its prompts with the engine's options of each."""
         request = await read_body(read, body, stored=stored)
         if self._config.metrics:
-            request = dataclasses.replace(request, metrics=True, timings=True)
+            request = dataclasses.replace(request, timings_per_token=True)
         model = self.models.named(request.model)
         AccessRecord.of(raw_request.scope).model = model.name
         if request.declared_tools:
@@ -283,12 +306,15 @@ def _size(generation: Generation, update: tuple[Reply, list[Event]]) -> int:
 
     An event that ends a part of the answer may repeat the whole part, with its log probabilities.
     """
-    small = Content, ToolCallDelta
-    whole = any(not isinstance(event, small) for event in update[1])
-    return generation.answer_size if whole else 0
+    _, events = update
+    if all(isinstance(event, Content | ToolCallDelta) for event in events):
+        return 0
+    return generation.answer_size
 
 
 def _client(request: Request) -> tuple[str, ...]:
-    """Return names of who asks: the key and address, and the connection."""
+    """Return the names of a client by which clients take turns, the widest first."""
     host, port = request.client or ("", 0)
-    return f"{request.state.key.owner} {host}", f"{host} {port}"
+    key_and_address = f"{request.state.key.owner} {host}"
+    connection = f"{host} {port}"
+    return key_and_address, connection

@@ -7,10 +7,10 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from dflash_jax.errors import InterruptedRequestError, PromptTooLongError
-from dflash_jax.graph.build import lower_priority
+from dflash_jax.graph.background import lower_priority
 from dflash_jax.server.errors import GRAMMAR_RETRY_S
 from dflash_jax.server.protocol import Problem
 from dflash_jax.utils import interruption
@@ -66,12 +66,13 @@ def at_once(function: Callable[..., T], *arguments: Any, param: str | None = Non
 
 
 def _without_panics(function: Callable[..., T], *arguments: Any) -> T:
+    """Return the result of a function; a panic in Rust, which is no Exception, becomes one."""
     try:
         return function(*arguments)
+    except Exception:
+        raise
     except BaseException as error:
-        if isinstance(error, Exception):
-            raise
-        raise RuntimeError(f"a library failed: {error}") from error  # a panic in Rust
+        raise RuntimeError(f"a library failed: {error}") from error
 
 
 @contextlib.contextmanager
@@ -87,8 +88,9 @@ def _as_problems(param: str | None) -> Iterator[None]:
 
 async def by_size(size: int, function: Callable[..., T], *arguments: Any) -> T:
     """Return the result of a function, called in a thread if it handles many bytes."""
-    large = size > LARGE_BODY
-    return await in_thread(function, *arguments, long=True) if large else function(*arguments)
+    if size > LARGE_BODY:
+        return await in_thread(function, *arguments, long=True)
+    return function(*arguments)
 
 
 async def read_body(read: Callable[[bytes], T], body: bytes, *, stored: bool = False) -> T:
@@ -103,16 +105,23 @@ async def read_body(read: Callable[[bytes], T], body: bytes, *, stored: bool = F
 
 
 MOST_SLOW = 4  # requests with slow grammars that may wait, and as many with refused ones
-MOST_CLIENTS = 4096  # whose use of time is remembered
+MOST_CLIENTS = 4096  # clients whose use of time is remembered
 Job = TypeVar("Job")
+Later = Literal["slow", "refused"]  # why a grammar takes long: to compile, or to explain
 Client = tuple[str, ...]  # names of a client, the widest first, such as its key and connection
 
 
 class Turns(Generic[Job]):
-    """Waiting jobs of several clients, which take turns: who has used the least time is next."""
+    """Waiting jobs of several clients, which take turns: who has used the least time is next.
+
+    Of those who used the same time, the one that waits longest and the one that came last are next
+    by turns. So a client does not wait for all slow jobs of others that came before, and nobody
+    waits more than twice as long as in a queue.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Client, Job]] = []
+        self._last_is_next = False  # whether the last of clients with equal times is next
         self._used: dict[str, float] = {}  # seconds, by name of a client
         self._lock = threading.Lock()
 
@@ -124,8 +133,18 @@ class Turns(Generic[Job]):
     def take(self) -> tuple[Client, Job]:
         """Remove and return the next job and its client; there has to be one."""
         with self._lock:
-            orders = [[self._used.get(x, 0.0) for x in client] for client, _ in self._waiting]
-            return self._waiting.pop(orders.index(min(orders)))
+            clients = list(dict.fromkeys(client for client, _ in self._waiting))
+            least = min(map(self._times, clients))
+            equal = [client for client in clients if self._times(client) == least]
+            chosen = equal[-1] if self._last_is_next else equal[0]
+            if len(equal) > 1:
+                self._last_is_next = not self._last_is_next
+            place = [client for client, _ in self._waiting].index(chosen)
+            return self._waiting.pop(place)
+
+    def _times(self, client: Client) -> list[float]:
+        """Return the seconds that a client has used, by each of its names."""
+        return [self._used.get(name, 0.0) for name in client]
 
     def add_time(self, client: Client, seconds: float) -> None:
         """Add to the time that a client has used; it is forgotten once nobody waits."""
@@ -164,15 +183,18 @@ class StructureThreads(Generic[Job]):
         is_known: Callable[[Job], bool] = lambda job: False,
         brief: Callable[[Job], Exception | None] = lambda job: None,
     ):
-        self._decide, self._prepare, self._refuse = decide, prepare, refuse
-        self._is_known, self._brief = is_known, brief
+        self._decide = decide
+        self._prepare = prepare
+        self._refuse = refuse
+        self._is_known = is_known
+        self._brief = brief
         pool = concurrent.futures.ThreadPoolExecutor
         self._known = pool(1, "known-structures", lower_priority)
         self._short = pool(1, "structures", lower_priority)
         self._long = pool(1, "slow-structures", lower_priority)
         self._turns: Turns[Job] = Turns()
-        self._slow = 0  # jobs with slow grammars in the third thread or its queue
-        self._explained = 0  # jobs with refused ones there
+        # Numbers of jobs in the third thread or its queue.
+        self._num_later: dict[Later, int] = {"slow": 0, "refused": 0}
         self._lock = threading.Lock()
 
     def submit(self, job: Job, client: Client = ()) -> None:
@@ -200,26 +222,21 @@ class StructureThreads(Generic[Job]):
                 self._prepare(job)
                 return
             refusal = self._brief(job)
+            kind: Later = "slow" if refusal is None else "refused"
             with self._lock:
-                if (self._slow if refusal is None else self._explained) >= MOST_SLOW:
-                    raise refusal or _too_many_slow(self._slow)
-                self._count(refusal is None, 1)
-            self._long.submit(self._finish, job, refusal is None)
+                if self._num_later[kind] >= MOST_SLOW:
+                    raise refusal or _too_many_slow(MOST_SLOW)
+                self._num_later[kind] += 1
+            self._long.submit(self._prepare_later, job, kind)
         except Exception as error:  # the client has to get a response
             self._refuse(job, error)
 
-    def _finish(self, job: Job, slow: bool) -> None:
+    def _prepare_later(self, job: Job, kind: Later) -> None:
         try:
             self._prepare(job)
         finally:
             with self._lock:
-                self._count(slow, -1)
-
-    def _count(self, slow: bool, change: int) -> None:
-        if slow:
-            self._slow += change
-        else:
-            self._explained += change
+                self._num_later[kind] -= 1
 
 
 def _too_many_slow(waiting: int) -> Problem:

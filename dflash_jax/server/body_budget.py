@@ -13,7 +13,7 @@ class HeldBody:
     """A request's body, from its first byte until the request has been handled.
 
     Attributes:
-      size: bytes that came so far.
+      size: bytes received so far.
       counts: whether the budget still counts them.
     """
 
@@ -24,17 +24,18 @@ class HeldBody:
 class BodyBudget:
     """Counts the bytes of all bodies. Beyond a bound, the largest unfinished one has to make room.
 
-    So nobody who sends a small body is refused because others send large ones slowly.
+    So a client with a small body is not refused because others send large ones slowly.
 
     Args:
-      most: returns the bound in bytes.
+      max_bytes: returns the bound.
 
     Attributes:
       held: bytes of all bodies.
     """
 
-    def __init__(self, most: Callable[[], int]):
-        self._most, self.held = most, 0
+    def __init__(self, max_bytes: Callable[[], int]):
+        self._max_bytes = max_bytes
+        self.held = 0
         self._unfinished: dict[HeldBody, asyncio.Timeout] = {}  # each ends the reading of one
 
     @contextlib.asynccontextmanager
@@ -51,7 +52,7 @@ class BodyBudget:
             if not body.counts:
                 raise TimeoutError
         except TimeoutError:
-            raise bodies_full(self._most()) from None
+            raise bodies_full(self._max_bytes()) from None
         finally:
             self._unfinished.pop(body, None)
 
@@ -63,7 +64,7 @@ class BodyBudget:
         """
         body.size += size
         self.held += size
-        while self.held > self._most() and self._unfinished:
+        while self.held > self._max_bytes() and self._unfinished:
             largest = max(self._unfinished, key=lambda other: other.size)
             unfinished = self._unfinished.pop(largest)
             self.release(largest)

@@ -1,21 +1,20 @@
 """OpenAI's completions and chat completions: request decoding, responses and stream chunks."""
 
 import abc
+from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import (
-    OpenAIFields,
-    openai_arguments,
-    positive_budget,
-    reasoning_options,
-)
+from dflash_jax.server.fields import OpenAIFields, openai_arguments
+from dflash_jax.server.freeform import FreeformInput, freeform_input
 from dflash_jax.server.generation import Generation
+from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from dflash_jax.server.protocol import MOST_CHOICES, GenerationRequest, Problem, decode
+from dflash_jax.server.reasoning import positive_budget, reasoning_options
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.tools import FreeformInput, chat_tools, freeform_input, tool_arguments
+from dflash_jax.server.tools import chat_tools, tool_arguments
 from dflash_jax.server.writer import ResponseWriter, sse_data
 from dflash_jax.tokenizer import TextStream
 from dflash_jax.tool_parsers.calls import (
@@ -34,11 +33,12 @@ class OpenAIWriter(ResponseWriter):
     """Base of the writers of chat completions and completions.
 
     Attributes:
-      kind: the `object` field.
-      field: of a choice, with its new output in a chunk.
+      kind: the `object` field of responses.
+      field: the field of a choice that has its new output in a chunk.
     """
 
-    kind = field = ""
+    kind = ""
+    field = ""
 
     def error(self, problem: Problem) -> bytes:
         """Return the error object and the end of the stream."""
@@ -46,28 +46,40 @@ class OpenAIWriter(ResponseWriter):
 
     def close(self) -> bytes:
         """Return the usage chunk, if requested, and the end of the stream."""
-        tail = sse_data(self._object([], **self._usage())) if self.request.include_usage else b""
-        return tail + DONE
+        if not self.request.include_usage:
+            return DONE
+        return sse_data(self._object([]) | self._usage()) + DONE
 
     def to_json(self) -> dict[str, Any]:
         """Return the response object."""
         choices = [self._choice(reply) for reply in self.generation.replies]
-        return self._object(choices, **self._usage())
+        return self._object(choices) | self._usage()
 
     @abc.abstractmethod
     def _choice(self, reply: Reply) -> dict[str, Any]:
         """Return a finished output as an entry of `choices`."""
 
     def _chunk(
-        self, reply: Reply, new: Any, choice: dict[str, Any] | None = None, **more: Any
+        self,
+        reply: Reply,
+        new: Any,
+        end: Mapping[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Return a chunk with more of one choice."""
-        entry: dict[str, Any] = {"index": reply.index, self.field: new, "finish_reason": None}
-        entry["logprobs"] = self._new_logprobs(reply)
-        entry |= self._new_rounds(reply) | (choice or {})
+        """Return a chunk with new output of one choice.
+
+        Args:
+          new: the new output, in the form of the API.
+          end: fields of the choice once its output has ended.
+          fields: further fields of the chunk.
+        """
+        choice: dict[str, Any] = {"index": reply.index, self.field: new, "finish_reason": None}
+        choice["logprobs"] = self._new_logprobs(reply)
+        choice |= self._new_rounds(reply) | dict(end or {})
+        chunk = self._object([choice])
         if self.request.continuous_usage_stats:
-            more = {"usage": writer.token_usage(self.generation)} | more
-        return sse_data(self._object([entry], **more))
+            chunk["usage"] = writer.token_usage(self.generation)
+        return sse_data(chunk | dict(fields or {}))
 
     def _new_rounds(self, reply: Reply) -> dict[str, Any]:
         """Return the rounds that were not sent yet as a field of a choice, if requested."""
@@ -75,7 +87,7 @@ class OpenAIWriter(ResponseWriter):
             return {}
         return {"rounds": list(map(writer.encoded_round, reply.take_rounds()))}
 
-    def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "object": self.kind,
             "id": self.id,
@@ -83,12 +95,11 @@ class OpenAIWriter(ResponseWriter):
             "model": self._model,
             "system_fingerprint": self.generation.model.fingerprint,
             "choices": choices,
-            **more,
         }
 
     def _usage(self) -> dict[str, Any]:
         usage = writer.token_usage(self.generation)
-        return {"usage": usage} | writer.requested_statistics(self.generation, self.id)
+        return {"usage": usage} | writer.requested_statistics(self.generation)
 
     def _logprobs(
         self, entries: list[TokenLogprob], before: TextStream | None = None
@@ -104,30 +115,32 @@ class OpenAIWriter(ResponseWriter):
         tokenizer = self.generation.model.engine.tokenizer
         as_ids = self.request.tokens_as_ids
         if self.request.api == "chat":
-            return writer.chat_logprobs(entries, tokenizer, as_ids=as_ids)
-        return writer.completion_logprobs(entries, tokenizer, before, as_ids=as_ids)
+            return chat_logprobs(entries, tokenizer, as_ids=as_ids)
+        return completion_logprobs(entries, tokenizer, before, as_ids=as_ids)
 
     def _new_logprobs(self, reply: Reply) -> dict[str, Any] | None:
-        entries, reply.reported = reply.logprobs[reply.reported :], len(reply.logprobs)
+        entries = reply.logprobs[reply.reported :]
+        reply.reported = len(reply.logprobs)
         return self._logprobs(entries, reply.logprob_text)
 
     def _prompt_logprobs(self, reply: Reply) -> dict[str, Any]:
-        most = self.request.prompt_logprobs
+        num_top = self.request.prompt_logprobs
         logprobs = None if reply.result is None else reply.result.prompt_logprobs
-        if most is None or logprobs is None:
+        if num_top is None or logprobs is None:
             return {}
         tokenizer = self.generation.model.engine.tokenizer
-        return {"prompt_logprobs": writer.prompt_logprobs(logprobs, most, tokenizer)}
+        return {"prompt_logprobs": prompt_logprobs(logprobs, num_top, tokenizer)}
 
     def _final_fields(self) -> dict[str, Any]:
         """Return additional fields of an output's last chunk."""
         if not self.request.stream or self.request.include_usage:
             return {}
         if len(self.generation.replies) == 1:
-            return writer.requested_statistics(self.generation, self.id)
-        last = all(reply.result for reply in self.generation.replies)
-        texts = writer.warnings(self.generation) if last else []
-        return {"warnings": texts} if texts else {}
+            return writer.requested_statistics(self.generation)
+        if not all(reply.result for reply in self.generation.replies):
+            return {}
+        warnings = writer.warnings(self.generation)
+        return {"warnings": warnings} if warnings else {}
 
 
 class ChatRequest(OpenAIFields, kw_only=True):
@@ -152,58 +165,66 @@ class ChatRequest(OpenAIFields, kw_only=True):
 def decode_chat(body: bytes) -> GenerationRequest:
     """Return the request of a body."""
     parsed, unread = decode(body, ChatRequest)
-    reasoning, thinking = parsed.reasoning, parsed.thinking
-    given = dict(parsed.chat_template_kwargs or {})
+    client_variables = dict(parsed.chat_template_kwargs or {})
     if parsed.enable_thinking is not None:
-        given.setdefault("enable_thinking", parsed.enable_thinking)
-    template, warnings = reasoning_options(
-        given,
+        client_variables.setdefault("enable_thinking", parsed.enable_thinking)
+    variables, reasoning_warnings = reasoning_options(
+        client_variables,
         effort=parsed.reasoning_effort,
         where="reasoning_effort",
-        reasoning=reasoning,
-        thinking=thinking,
+        reasoning=parsed.reasoning,
+        thinking=parsed.thinking,
     )
     if parsed.add_generation_prompt is not None:
-        template["add_generation_prompt"] = parsed.add_generation_prompt
-    given_tools = chat_tools(parsed.tools)
-    tools = tool_arguments(given_tools, parsed.tool_choice)
+        variables["add_generation_prompt"] = parsed.add_generation_prompt
+    declared = chat_tools(parsed.tools)
+    arguments = tool_arguments(declared, parsed.tool_choice)
     if parsed.top_logprobs and not parsed.logprobs:
         raise Problem("top_logprobs needs logprobs: true", param="top_logprobs")
-    common = openai_arguments(parsed, unread)
-    more = list(given_tools.warnings)
-    messages = parse_messages(parsed.messages, more)
-    common["warnings"] += (*warnings, *more)
-    budget = positive_budget((thinking or {}).get("budget_tokens"))
-    budget = budget or positive_budget((reasoning or {}).get("max_tokens"))
-    common["thinking_budget"] = budget or common["thinking_budget"]
+    arguments |= openai_arguments(parsed, unread)
+    message_warnings: list[str] = []
+    messages = parse_messages(parsed.messages, message_warnings)
+    arguments["warnings"] += (*reasoning_warnings, *declared.warnings, *message_warnings)
+    budget = positive_budget((parsed.thinking or {}).get("budget_tokens"))
+    if budget is None:
+        budget = positive_budget((parsed.reasoning or {}).get("max_tokens"))
+    if budget is not None:
+        arguments["thinking_budget"] = budget
     if parsed.max_completion_tokens is not None:
-        common["max_tokens"] = parsed.max_completion_tokens
+        arguments["max_tokens"] = parsed.max_completion_tokens
+    logprobs = None
+    if parsed.logprobs:
+        logprobs = parsed.top_logprobs or 0
     return GenerationRequest(
         api="chat",
         messages=messages,
         parallel_tool_calls=parsed.parallel_tool_calls is not False,
-        template_kwargs=template,
+        template_kwargs=variables,
         continue_final_message=bool(parsed.continue_final_message),
-        logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None,
-        **tools | common,
+        logprobs=logprobs,
+        **arguments,
     )
 
 
 class ChatWriter(OpenAIWriter):
     """Writes responses and chunks of chat completions."""
 
-    prefix, kind, field = "chatcmpl-", "chat.completion", "delta"
+    prefix = "chatcmpl-"
+    kind = "chat.completion"
+    field = "delta"
 
     def __init__(self, generation: Generation):
         super().__init__(generation)
-        self._freeform: dict[tuple[int, int], FreeformInput] = {}  # by choice and call
+        self._freeform: dict[tuple[int, int], FreeformInput] = {}  # by index of choice and call
 
     def start(self) -> bytes:
         """Return a chunk with the role for every choice."""
         self.kind = "chat.completion.chunk"
-        first = {"role": "assistant", "content": ""}
-        more = self._prompt_ids()
-        return b"".join(self._chunk(reply, first, **more) for reply in self.generation.replies)
+        delta = {"role": "assistant", "content": ""}
+        prompt_ids = self._prompt_ids()
+        return b"".join(
+            self._chunk(reply, delta, fields=prompt_ids) for reply in self.generation.replies
+        )
 
     def events(self, reply: Reply, events: list[Event]) -> bytes:
         """Return a chunk per event, and the last one once `reply.result` is set."""
@@ -222,18 +243,21 @@ class ChatWriter(OpenAIWriter):
                 case ToolCallEnd(index):
                     out += self._call_chunk(reply, index, "", ended=True)
         if reply.result is not None:
-            choice = writer.choice_statistics(reply, self.request, self.id)
-            out += self._chunk(reply, {}, choice, **self._final_fields())
+            end = writer.choice_statistics(reply, self.request)
+            out += self._chunk(reply, {}, end, self._final_fields())
         return out
 
     def _call_chunk(self, reply: Reply, index: int, text: str, *, ended: bool = False) -> bytes:
         """Return a chunk with more of a call, if there is more."""
-        call, delta = reply.calls[index], {"function": {"arguments": text}}
+        call = reply.calls[index]
+        delta: dict[str, Any] = {"index": index}
         if call.name in self.request.client_tools:
             freeform = self._freeform.setdefault((reply.index, index), FreeformInput())
             text = freeform.finish(call.arguments) if ended else freeform.push(text)
-            delta = {"custom": {"input": text}}
-        return self._chunk(reply, {"tool_calls": [{"index": index} | delta]}) if text else b""
+            delta["custom"] = {"input": text}
+        else:
+            delta["function"] = {"arguments": text}
+        return self._chunk(reply, {"tool_calls": [delta]}) if text else b""
 
     def _call(self, call_id: str, name: str, arguments: str) -> dict[str, Any]:
         """Return a call as the client declared its tool; undeclared ones are functions."""
@@ -245,10 +269,13 @@ class ChatWriter(OpenAIWriter):
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
         calls = [self._call(call.id, call.name, call.arguments) for call in reply.done_calls]
-        message: dict[str, Any] = {"role": "assistant"}
-        message["content"] = reply.content if reply.content or not calls else None
+        content = reply.content
+        if calls and not content:
+            content = None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if reply.reasoning:
-            message["reasoning_content"] = message["reasoning"] = reply.reasoning
+            message["reasoning_content"] = reply.reasoning
+            message["reasoning"] = reply.reasoning
             detail = {"type": "reasoning.text", "text": reply.reasoning, "index": 0}
             message["reasoning_details"] = [detail]
         if calls:
@@ -256,7 +283,7 @@ class ChatWriter(OpenAIWriter):
         choice: dict[str, Any] = {"index": reply.index, "message": message}
         choice["logprobs"] = self._logprobs(reply.logprobs)
         choice |= self._new_rounds(reply)
-        return choice | writer.choice_statistics(reply, self.request, self.id)
+        return choice | writer.choice_statistics(reply, self.request)
 
     def to_json(self) -> dict[str, Any]:
         """Return the response object."""
@@ -267,8 +294,9 @@ class ChatWriter(OpenAIWriter):
         )
 
     def _prompt_ids(self) -> dict[str, Any]:
-        fields = {"prompt_token_ids": self.generation.prompts[0].ids}
-        return fields if self.request.return_token_ids else {}
+        if not self.request.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.generation.prompts[0].ids}
 
 
 class CompletionRequest(OpenAIFields, kw_only=True):
@@ -285,10 +313,12 @@ def decode_completion(body: bytes) -> GenerationRequest:
     """Return the request of a body."""
     parsed, unread = decode(body, CompletionRequest)
     prompts: list[Any] = [parsed.prompt]
-    if isinstance(parsed.prompt, list) and not all(isinstance(p, int) for p in parsed.prompt):
-        prompts = list(parsed.prompt)
-        if any(isinstance(p, int) for p in prompts):
-            raise Problem("prompt mixes token ids with prompts", param="prompt")
+    if isinstance(parsed.prompt, list):
+        are_ids = [isinstance(entry, int) for entry in parsed.prompt]
+        if not all(are_ids):
+            prompts = list(parsed.prompt)
+            if any(are_ids):
+                raise Problem("prompt mixes token ids with prompts", param="prompt")
     if parsed.best_of not in (None, 1, parsed.n):
         raise Problem("best_of is not supported; use n", param="best_of")
     if parsed.echo and parsed.logprobs is not None and parsed.stream:
@@ -311,7 +341,9 @@ def decode_completion(body: bytes) -> GenerationRequest:
 class CompletionWriter(OpenAIWriter):
     """Writes responses and chunks of completions."""
 
-    prefix, kind, field = "cmpl-", "text_completion", "text"
+    prefix = "cmpl-"
+    kind = "text_completion"
+    field = "text"
 
     def start(self) -> bytes:
         """Return a chunk with the prompt of every choice, if the request asks to echo it."""
@@ -324,25 +356,31 @@ class CompletionWriter(OpenAIWriter):
         """Return a chunk with the new text, if there is some or the output ended."""
         text = "".join(event.text for event in events if isinstance(event, Content))
         if reply.result is not None:
-            return self._chunk(reply, text, self._end(reply), **self._final_fields())
+            return self._chunk(reply, text, self._end(reply), self._final_fields())
         return self._chunk(reply, text) if text else b""
 
     def _end(self, reply: Reply) -> dict[str, Any]:
-        end = writer.choice_statistics(reply, self.request, self.id)
-        prompt = self.generation.prompts[reply.index // self.request.n]
-        return end | ({"prompt_token_ids": prompt.ids} if self.request.return_token_ids else {})
+        end = writer.choice_statistics(reply, self.request)
+        if self.request.return_token_ids:
+            prompt = self.generation.prompts[reply.index // self.request.n]
+            end["prompt_token_ids"] = prompt.ids
+        return end
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
-        text = (self._echo(reply) if self.request.echo else "") + reply.content
-        prompt = reply.result.prompt_logprobs if reply.result and self.request.echo else None
-        logprobs = self._logprobs([*(prompt or ()), *reply.logprobs])
-        base = {"index": reply.index, "text": text, "logprobs": logprobs}
-        base |= self._new_rounds(reply)
-        return base | self._end(reply) | self._prompt_logprobs(reply)
+        text = reply.content
+        entries = list(reply.logprobs)
+        if self.request.echo:
+            text = self._echo(reply) + text
+            if reply.result is not None:
+                entries = [*(reply.result.prompt_logprobs or ()), *entries]
+        choice = {"index": reply.index, "text": text, "logprobs": self._logprobs(entries)}
+        choice |= self._new_rounds(reply)
+        return choice | self._end(reply) | self._prompt_logprobs(reply)
 
     def _echo(self, reply: Reply) -> str:
-        given = self.request.prompts[reply.index // self.request.n]
-        if isinstance(given, str):
-            return given
+        """Return the text of a reply's prompt."""
+        prompt = self.request.prompts[reply.index // self.request.n]
+        if isinstance(prompt, str):
+            return prompt
         tokenizer = self.generation.model.engine.tokenizer
-        return tokenizer.decode(given) if tokenizer else ""
+        return tokenizer.decode(prompt) if tokenizer else ""

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import RequestError
@@ -56,56 +57,48 @@ def accepted_keys(options: ServeOptions, report: Report) -> tuple[ApiKey, ...]:
 
 
 def configuration(
-    options: ServeOptions,
-    launcher: Callable[[], Any] | None = None,
-    report: Report | None = None,
+    options: ServeOptions, report: Report | None = None
 ) -> tuple[dict[str, Callable[[], Any]], Any]:
     """Open the models of checked options; return what loads their engines, and `ServerConfig`.
 
     Args:
-      launcher: makes what starts the workers of several hosts; by default they run here.
       report: takes warnings; by default `to_stderr`.
 
     Raises:
       RequestError: a file of an option cannot be used.
       ConfigError, CheckpointError: a model is not supported, or damaged.
     """
+    from dflash_jax import distributed
+    from dflash_jax.engine.turns.group_turns import publish_turns
+    from dflash_jax.engine.turns.recording import record_turns
     from dflash_jax.graph import cache
+    from dflash_jax.server import serving_hosts
     from dflash_jax.server.served_models import ServerConfig
 
     report = report or to_stderr
     keys = functools.partial(accepted_keys, options, report)
-    pairs = _pairs(options, launcher, report)
+    pairs = _pairs(options, report)
     plain, with_tools = _recovery(options)
     config = ServerConfig(
-        host=options.host,
-        port=options.port,
-        metrics_port=options.metrics_port,
-        drain=options.drain,
-        warm=options.warm,
+        **vars(options),
         api_keys=keys(),
         read_keys=keys,
-        share_prefixes=options.share_prefixes,
-        max_body=options.max_body,
-        max_bodies=options.max_bodies,
-        timeout=options.timeout if options.timeout > 0 else None,
-        compile_wait=options.compile_wait,
-        metrics=options.metrics,
-        cors=options.cors_origin,
-        allowed_hosts=options.allowed_host,
-        ui=not options.no_ui,
-        aliases=options.aliases,
-        any_name=options.serve_any_name,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        recovery=plain,
-        with_tools=with_tools,
+        plain_recovery=plain,
+        tool_recovery=with_tools,
     )
     cache.use_compilation_cache(warn=report)
 
     def make(pair: Any) -> Any:
-        engine = pair.engine(_plan(options, pair))
+        plan = planned(options, pair)
+        group = distributed.current()
+        if group.size > 1:
+            engine = serving_hosts.load(pair, plan, group)
+            publish_turns(engine, group)
+        else:
+            engine = pair.engine(plan)
         engine.core.grammars.seconds = options.grammar_timeout
+        if options.record is not None:
+            record_turns(engine, Path(options.record).expanduser())
         return engine
 
     return {name: functools.partial(make, pair) for name, pair in pairs.items()}, config
@@ -148,9 +141,10 @@ def served_plan(plan: Plan, target: Any) -> Plan:
     return dataclasses.replace(plan, max_length=plan.max_length or min(LONGEST, longest))
 
 
-def _plan(options: ServeOptions, pair: Any) -> Any:
+def planned(options: ServeOptions, pair: Any) -> Any:
     """Return the plan of a model, by default with drafts reported for a page that shows them."""
-    plan, reports = options.plan, options.report_drafts
+    plan = options.plan
+    reports = options.report_drafts
     if not plan.max_length:
         plan = served_plan(plan, pair.configs[0])
     return dataclasses.replace(
@@ -160,52 +154,25 @@ def _plan(options: ServeOptions, pair: Any) -> Any:
     )
 
 
-def _pairs(
-    options: ServeOptions, launcher: Callable[[], Any] | None, report: Report = to_stderr
-) -> dict[str, Any]:
-    pairs = {options.first_name: _first(options, launcher, report)}
+def _pairs(options: ServeOptions, report: Report) -> dict[str, Any]:
+    pairs = {options.first_name: opened(options, report)}
     for name, (target, drafter) in options.models.items():
         other = dataclasses.replace(
             options, target=target, drafter=drafter, tokenizer=None, lora=None, name=None, model=(),
             alias=(),
         )  # fmt: skip
-        pairs[name] = _opened(other, report)
+        pairs[name] = opened(other, report)
     return pairs
 
 
-def _opened(options: ServeOptions, report: Report) -> Any:
+def opened(options: ServeOptions, report: Report = to_stderr) -> Any:
+    """Open the first model of options, see `open_pair`."""
     return open_pair(options, options.plan.block, options.plan.taps_at, report)
-
-
-def _first(options: ServeOptions, launcher: Callable[[], Any] | None, report: Report) -> Any:
-    """Open the first model; with `hosts`, its engines run on workers."""
-    if options.hosts == 1:
-        return _opened(options, report)
-    import jax
-
-    from dflash_jax.hosts.launch import ChildLauncher
-    from dflash_jax.hosts.remote import HostedPair
-
-    jax.config.update("jax_platforms", "cpu")  # this process must not take a worker's devices
-    started: Any = launcher() if launcher else ChildLauncher()
-    pair = _opened(options, report)
-    data, model = options.plan.mesh
-    sources = {
-        "target": options.target,
-        "drafter": None if options.drafter == "none" else options.drafter,
-        "layer_ids": options.layer_ids,
-        "lora": options.lora,
-    }
-    devices = data * model // options.hosts if data * model > 1 else 0
-    return HostedPair(pair, sources, started, hosts=options.hosts, devices=devices)
 
 
 def _recovery(options: ServeOptions) -> tuple[Any, Any]:
     """Return the rules for requests without tools, and for those with tools."""
     from dflash_jax.engine.state_machine import OFF, Recovery
 
-    from_environment = Recovery.from_environment(os.environ)
-    chosen = {"off": (OFF, OFF), "tools": (OFF, Recovery()), "all": (Recovery(), Recovery())}
-    if options.recovery:
-        return chosen[options.recovery]
-    return chosen["tools"] if from_environment == OFF else (from_environment, from_environment)
+    rules = Recovery.from_environment(os.environ)
+    return {"off": (OFF, OFF), "tools": (OFF, rules), "all": (rules, rules)}[options.recovery]

@@ -23,15 +23,14 @@ from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import ComputeError, DFlashError, HostError
-from dflash_jax.graph.build import BackgroundCompiler
+from dflash_jax.graph.background import BackgroundCompiler
 from dflash_jax.graph.keys import Variant
 from dflash_jax.server import errors
 from dflash_jax.server.background import Client, StructureThreads
+from dflash_jax.utils.allocator import thaw_objects
 
 log = logging.getLogger("dflash_jax.server")
 MAX_FAILURES = 2  # consecutive failed steps after which the engine is not restarted
-ATTEMPTS = 6  # starts that may fail in a row
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before the first and the last attempt
 
 Warm = Literal["none", "common", "all"]
 COMPILED_FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
@@ -53,7 +52,7 @@ class Job:
     Attributes:
       client: names of who asked, for turns.
       label: id of the request, for log lines.
-      given: number of pieces passed to the listener.
+      delivered: number of pieces passed to the listener.
       cancelled: `Worker.cancel` was called.
       finished: the listener received the end.
       waits_for: variants whose programs are still being compiled.
@@ -66,7 +65,7 @@ class Job:
     client: Client = ()
     label: str = ""
     handle: RequestHandle | None = None
-    given: int = 0
+    delivered: int = 0
     cancelled: bool = False
     finished: bool = False
     waits_for: tuple[Variant, ...] = ()
@@ -80,8 +79,8 @@ class Job:
     def take_update(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
         """Return what the listener has not received yet, or None, and mark it as delivered."""
         assert self.handle is not None
-        pieces = self.handle.pieces[self.given :]
-        self.given += len(pieces)
+        pieces = self.handle.pieces[self.delivered :]
+        self.delivered += len(pieces)
         if not self.handle.done:
             return (self, pieces, None) if pieces else None
         try:
@@ -110,8 +109,7 @@ class Worker:
       error: why the engine is not usable, or None.
       ended: set once `error` is.
       first: variants whose programs are compiled before `ready`; empty until the engine is loaded.
-      ready: set once the server can answer requests; cleared while its hosts start again.
-      restarts: loads the engine again when its hosts failed.
+      ready: set once the server can answer requests.
     """
 
     def __init__(
@@ -122,7 +120,9 @@ class Worker:
         warm: Warm = "none",
         compiler: BackgroundCompiler | None = None,
     ):
-        self._make, self._name, self._warm = make, name, warm
+        self._make = make
+        self._name = name
+        self._warm = warm
         self._compiler = compiler or BackgroundCompiler()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -137,11 +137,6 @@ class Worker:
         self.error: Exception | None = None
         self.ended = asyncio.Event()
         self.ready = asyncio.Event()
-        self.restarts = EngineRestarts(
-            make,
-            lambda engine: self._commands.put(lambda: self._replace(engine)),
-            lambda error: self._commands.put(lambda: self._end(error)),
-        )
         self._structures = StructureThreads(
             self._is_fast, self._prepare, self._refuse, self._is_known, self._brief
         )
@@ -164,7 +159,7 @@ class Worker:
     def held_tokens(self) -> int:
         """Return the number of tokens in the KV caches of running requests."""
         handles = [job.handle for job in list(self._jobs)]
-        return sum(x.num_fed + len(x.token_ids) for x in handles if x and not x.done)
+        return sum(x.num_computed + len(x.token_ids) for x in handles if x and not x.done)
 
     def submit(self, job: Job) -> None:
         """Queue a job; its listener is also called if the engine refuses it."""
@@ -189,7 +184,6 @@ class Worker:
         """Cancel all jobs and end the thread."""
         self._compiler.stop()
         self._structures.stop()
-        self.restarts.stop()
         self._commands.put(self._stop)
         await asyncio.to_thread(self._thread.join, 30)
 
@@ -225,12 +219,12 @@ class Worker:
 
     def _compile(self, engine: Engine) -> None:
         """Queue programs for compilation in the order in which requests will probably need them."""
-        compiled, compiler = engine.core.runner.compiled, self._compiler
+        compiled = engine.core.runner.compiled
+        compiler = self._compiler
         first, later = compilation_order(engine, self._warm)
-        self.first, compiled.label = first, self._name
+        self.first = first
+        compiled.label = self._name
         compiled.want([*first, *later])  # before compilation starts, so that progress counts all
-        if (lost := engine.core.runner.executor.lost) is not None:
-            lost.add_done_callback(lambda x: self._commands.put(lambda: self._on_lost(engine, x)))
         future = compiler.want(compiled, first, urgent=True)
         for variant in later:
             compiler.want(compiled, [variant])
@@ -238,47 +232,30 @@ class Worker:
             lambda done: self._commands.put(lambda: self._on_warm(engine, done))
         )
 
-    def _on_lost(self, engine: Engine, future: concurrent.futures.Future[None]) -> None:
-        """Load the engine again after its hosts failed, also while no request runs."""
-        if engine is self.engine and not future.cancelled() and (error := future.exception()):
-            self._recover(errors.as_exception(error))
-
-    def _replace(self, engine: Engine) -> None:
-        """Serve from an engine that was loaded again, with the grammars of the old one."""
-        engine.core.grammars = self._loaded.core.grammars
-        self.engine = engine
-        self._compile(engine)
-
     def _on_warm(self, engine: Engine, future: concurrent.futures.Future[None]) -> None:
         if (
             future.cancelled()
             or engine.core.runner.compiled is not (self.engine or engine).core.runner.compiled
         ):
             return
-        if isinstance(error := future.exception(), HostError):
-            self._recover(error)
-        elif error is not None:
+        if (error := future.exception()) is not None:
             self._end(errors.as_exception(error))
         else:
-            if self._warm != "none" and not self._jobs and not self._measure():
-                return
-            compiled, (_, later) = (
-                engine.core.runner.compiled,
-                compilation_order(engine, self._warm),
-            )
+            if self._warm != "none" and not self._jobs:
+                self._measure()
+            compiled = engine.core.runner.compiled
+            _, later = compilation_order(engine, self._warm)
             missing = [variant for variant in later if compiled.missing([variant])]
             rest = f"; still compiling: {', '.join(missing)}" if missing else ""
             log.info("%s is ready%s", self._name, rest)
             self._call(self.ready.set)
 
-    def _measure(self) -> bool:
-        """Find out when drafting pays off; return whether the hosts are still there."""
+    def _measure(self) -> None:
+        """Find out when drafting pays off."""
         try:
             self._loaded.time_drafting()
         except BaseException as error:  # nothing may end this thread silently
             self._recover(errors.as_exception(error))
-            return not isinstance(error, HostError)
-        return True
 
     def _step(self) -> None:
         try:
@@ -341,7 +318,8 @@ class Worker:
         if job.cancelled:  # while its structure was compiled
             return
         job.handle = handle
-        compiled, variants = self._loaded.core.runner.compiled, handle.variants
+        compiled = self._loaded.core.runner.compiled
+        variants = handle.variants
         missing = tuple(variant for variant in variants if compiled.missing([variant]))
         if not missing:
             self._enqueue(job)
@@ -401,27 +379,24 @@ class Worker:
         self._stopping = True
 
     def _recover(self, error: Exception) -> None:
-        """Restart the engine after a failed step; its requests end, as device state is lost."""
-        hosts = isinstance(error, HostError)  # which have logged the cause
+        """Restart the engine after a failed step; its requests end, as device state is lost.
+
+        Hosts that share a model end instead, as the others know nothing of another engine.
+        """
         ended = ", ".join(dict.fromkeys(job.label for job in self._jobs)) or "no request"
-        log.error(
-            "a step failed, which ends %s: %s", ended, error, exc_info=None if hosts else error
-        )
+        traced = None if isinstance(error, HostError) else error
+        log.error("a step failed, which ends %s: %s", ended, error, exc_info=traced)
         failure = errors.step_failure(error)
         self._publish(
-            [(job, job.handle.pieces[job.given :], failure) for job in self._jobs if job.handle]
+            [(job, job.handle.pieces[job.delivered :], failure) for job in self._jobs if job.handle]
         )
         self._failures += 1
-        if hosts:
-            self.first = ()
-            self._call(self.ready.clear)
-            self.restarts.begin(self._failures)
-            return
-        if self._failures >= MAX_FAILURES:
+        if self._failures >= MAX_FAILURES or self._loaded.core.runner.executor.hosts > 1:
             self._end(error)
             return
         try:
             self.engine = rebuilt(self._loaded)
+            thaw_objects()
         except Exception as last:
             self._end(last)
 
@@ -451,76 +426,14 @@ def compilation_order(engine: Engine, warm: Warm) -> tuple[tuple[Variant, ...], 
     return first, [] if warm == "none" else later
 
 
-class EngineRestarts:
-    """Loads an engine again, with growing pauses after failures.
-
-    Args:
-      make: loads the engine.
-      loaded: called in the thread with the new engine.
-      gave_up: called in the thread with the last error.
-
-    Attributes:
-      count: number of engines that were loaded again.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], Engine],
-        loaded: Callable[[Engine], None],
-        gave_up: Callable[[Exception], None],
-    ):
-        self.count = 0
-        self._make, self._loaded, self._gave_up = make, loaded, gave_up
-        self._lock, self._stopped = threading.Lock(), threading.Event()
-        self._running = False
-
-    def begin(self, failures: int) -> None:
-        """Start the thread, unless it runs.
-
-        Args:
-          failures: consecutive failures of running engines; each doubles the pauses.
-        """
-        with self._lock:
-            if self._running or self._stopped.is_set():
-                return
-            self._running = True
-        threading.Thread(target=self._run, args=(failures,), name="restart", daemon=True).start()
-
-    def stop(self) -> None:
-        """Make no further attempt, and close an engine that is being loaded."""
-        self._stopped.set()
-
-    def _run(self, failures: int) -> None:
-        last: Exception | None = None
-        for attempt in range(ATTEMPTS):
-            pause = min(FIRST_PAUSE_S * 2 ** (failures - 1 + attempt), LONGEST_PAUSE_S)
-            if self._stopped.wait(pause):
-                return
-            try:
-                engine = self._make()
-            except Exception as error:
-                log.error("restart %d of at most %d failed: %s", attempt + 1, ATTEMPTS, error)
-                last = error
-                continue
-            with self._lock:
-                self._running = False
-            if self._stopped.is_set():
-                engine.close()
-                return
-            self.count += 1
-            self._loaded(engine)
-            return
-        assert last is not None
-        self._gave_up(last)
-
-
 def rebuilt(old: Engine) -> Engine:
     """Return an engine with a new state, and the parameters and programs of one that failed.
 
     Raises:
       PlanError, JaxRuntimeError: there is no memory for it.
     """
-    graph, params = old.graph, old.params
+    graph = old.graph
+    params = old.params
     old.core.runner.drop()  # there may be no room for two states
     new = Engine(graph, params, tokenizer=old.tokenizer)
     new.share_programs(old)

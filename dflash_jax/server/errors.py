@@ -12,7 +12,7 @@ from dflash_jax.server.protocol import Problem
 LONGEST_RETRY = 60  # seconds; clients ignore a longer Retry-After
 LOADING_RETRY_S = 5
 BODIES_RETRY_S = 2  # seconds in which bodies of others may have been handled
-HOSTS_RETRY_S = 10  # seconds in which the workers of several hosts may start again
+HOSTS_RETRY_S = 10  # seconds in which several hosts may start again
 GRAMMAR_RETRY_S = 30  # seconds within which a slow grammar is compiled or refused
 # Options of the engine whose request fields have the same name.
 SAME_NAME = {*SERVED, "stop"}
@@ -59,13 +59,15 @@ def not_ready(compiled: CompiledPrograms | None, variants: Sequence[Variant]) ->
       variants: those to compile before the server is ready, empty while it is loaded.
     """
     if compiled is None or not variants:
-        state, seconds = "loading", LOADING_RETRY_S
+        state = "loading"
+        seconds = LOADING_RETRY_S
     elif missing := len(compiled.missing(variants)):
         of = len(compiled.keys(variants))
         state = f"compiling, {of - missing} of {of} programs are ready"
         seconds = _wait(compiled, variants)
     else:
-        state, seconds = "about to be ready", 1
+        state = "about to be ready"
+        seconds = 1
     return Problem(
         f"the model is {state}; try again in about {seconds} s, or when GET /ready answers 200",
         status=503,
@@ -76,7 +78,8 @@ def not_ready(compiled: CompiledPrograms | None, variants: Sequence[Variant]) ->
 
 def still_compiling(compiled: CompiledPrograms, variants: Sequence[Variant]) -> Problem:
     """Return the 503 for a request whose programs are not compiled yet."""
-    names, missing = " and ".join(variants), compiled.missing(variants)
+    names = " and ".join(variants)
+    missing = compiled.missing(variants)
     seconds = _wait(compiled, variants)
     return Problem(
         f"the request needs programs that are still being compiled ({names}: {len(missing)} are"
@@ -109,7 +112,7 @@ def to_problem(error: Exception, api: str) -> Problem:
     if isinstance(error, QueueFullError):
         return queue_full()
     if isinstance(error, HostError):
-        return Problem(str(error), status=503, code="host_failed", retry_s=HOSTS_RETRY_S)
+        return Problem(str(error), status=503, code="replica_ended", retry_s=HOSTS_RETRY_S)
     if not isinstance(error, RequestError):
         return Problem(str(error), status=500, code="compute_failed")
     text = str(error)

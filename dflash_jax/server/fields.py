@@ -1,166 +1,17 @@
-"""Request fields that the APIs share, and those that are refused by name."""
+"""Request fields that the APIs share: their types, and the arguments that they become."""
 
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from dflash_jax.engine.sampling_params import KINDS, OPTIONS, SEEDS
+from dflash_jax.declared import Field, fields_of, sentences, unknown_names
+from dflash_jax.engine.sampling_params import SEEDS, SamplingParams
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import ConfigError
-from dflash_jax.server.protocol import MOST_CHOICES, Problem, Unread
-
-# Fields of other servers that would change the output, by the values that have no effect and are
-# accepted. APIs that support a field skip this table.
-NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
-    ((), "add_special_tokens audio chat_template compaction container ebnf json_schema lora_path"
-     " max_completion_tokens max_output_tokens max_tokens prompt_logprobs reasoning_effort regex"
-     " structural_tag truncate_prompt_tokens web_search_options"),
-    ((0,), "dry_multiplier dynatemp_range mirostat n_probs top_logprobs xtc_probability"),
-    ((1,), "best_of length_penalty n typical_p"),
-    ((-1,), "n_predict"),
-    ((True,), "add_generation_prompt parallel_tool_calls skip_special_tokens"
-     " spaces_between_special_tokens"),
-    ((False,), "continue_final_message echo include_stop_str_in_output logprobs use_beam_search"),
-    (("",), "grammar suffix"),
-    (("none", "auto"), "function_call tool_choice"),
-    (([],), "allowed_token_ids bad_words documents functions logits_processors lora mcp_servers"
-     " messages tools"),
-    (({},), "chat_template_kwargs"),
-    ((["text"],), "modalities"),
-    (({"type": "text"},), "response_format"),
-)  # fmt: skip
-UNSUPPORTED = {name: values for values, names in NEUTRAL for name in names.split()}
-MOST_WARNINGS, LONGEST_NAME = 64, 100  # responses repeat the names of unknown fields
-MEDIA_FIELDS = ("audio", "modalities")
-MEDIA_PATHS = ("/v1/audio", "/v1/embeddings", "/v1/images", "/v1/realtime", "/v1/videos")
-ALTERNATIVES = {
-    "ebnf": "guided_grammar, in Lark's notation",
-    "function_call": "tool_choice",
-    "functions": "tools",
-    "grammar": "guided_grammar, in Lark's notation",
-    "json_schema": "response_format or guided_json",
-    "max_tokens": "max_output_tokens",
-    "messages": "input, or /v1/chat/completions",
-    "n_predict": "max_tokens",
-    "n_probs": "logprobs and top_logprobs",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "reasoning_effort": "reasoning.effort or output_config.effort",
-    "regex": "guided_regex",
-    "response_format": "text.format or output_config.format",
-}
-
-
-def text_only(subject: str, param: str | None = None) -> Problem:
-    """Return the error of a request for images, audio, video or embeddings."""
-    text = f"{subject} is not supported: this server reads and writes text only"
-    return Problem(text, param=param, code="text_only")
-
-
-def check_path(path: str) -> None:
-    """Refuse paths of other servers that take or return something else than text.
-
-    Raises:
-      Problem: 400, the path is one of them.
-    """
-    if any(path == known or path.startswith(f"{known}/") for known in MEDIA_PATHS):
-        raise text_only(path)
-
-
-REPLACED = "half characters (lone surrogates) were replaced by U+FFFD"
-
-
-def check_unread(unread: Unread) -> tuple[str, ...]:
-    """Return a warning for each unknown field, up to MOST_WARNINGS, and for replaced characters.
-
-    Raises:
-      Problem: 400, a field is known from other servers and would change the output.
-    """
-    for name, value in unread.fields.items():
-        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
-            if name in MEDIA_FIELDS:
-                raise text_only(name, name)
-            instead = f"; use {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
-            raise Problem(f"{name} is not supported here{instead}", param=name)
-    warnings = [REPLACED] if unread.replaced else []
-    named = itertools.islice(unread.fields, MOST_WARNINGS)
-    warnings += [f"the unknown field {name[:LONGEST_NAME]!r} was ignored" for name in named]
-    if (more := len(unread.fields) - MOST_WARNINGS) > 0:
-        warnings.append(f"{more} more unknown fields were ignored")
-    return tuple(warnings)
-
-
-# Reasoning options of requests, and reasoning of past turns.
-
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
-def nearest_efforts(effort: Any) -> list[Any]:
-    """Return an effort, and then the known ones from the nearest on; unknown ones are near "high".
-
-    Of two that are as near, the stronger one comes first.
-    """
-    place = EFFORTS.index(effort if effort in EFFORTS else "high")
-    others = sorted(
-        EFFORTS, key=lambda other: (abs(EFFORTS.index(other) - place), -EFFORTS.index(other))
-    )
-    return [effort, *(other for other in others if other != effort)]
-
-
-def reasoning_options(
-    given: Mapping[str, Any] | None,
-    *,
-    effort: Any = None,
-    where: str = "reasoning.effort",
-    reasoning: Mapping[str, Any] | None = None,
-    thinking: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the chat template variables for a request's reasoning options, and warnings.
-
-    `reasoning` without an effort turns reasoning on; `thinking` overrides it. Unknown efforts
-    count as "high".
-
-    Args:
-      given: template variables set by the client; they take precedence.
-      effort: an effort from outside of `reasoning`.
-      where: name of the field that `effort` comes from.
-      reasoning: OpenRouter's and OpenAI's `reasoning` object.
-      thinking: Anthropic's `thinking` object.
-    """
-    variables: dict[str, Any] = {}
-    warnings: tuple[str, ...] = ()
-    if reasoning is not None:
-        if reasoning.get("exclude"):
-            raise Problem(
-                "reasoning.exclude is not supported here; leave out reasoning_content",
-                param="reasoning.exclude",
-            )
-        variables["enable_thinking"] = True
-        if reasoning.get("effort") is not None:
-            effort, where = reasoning["effort"], "reasoning.effort"
-    if effort is not None:
-        if not isinstance(effort, str):
-            raise Problem(f"{where} is {effort!r}; expected {', '.join(EFFORTS)}", param=where)
-        if effort not in EFFORTS:
-            warnings = (f"{where} {effort!r} is unknown and counts as high",)
-            effort = "high"
-        variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    if reasoning is not None and reasoning.get("enabled") is False:
-        variables["enable_thinking"] = False
-    if thinking is not None:
-        variables["enable_thinking"] = thinking.get("type") != "disabled"
-    return variables | dict(given or {}), warnings
-
-
-def positive_budget(tokens: Any) -> int | None:
-    """Return a thinking budget in tokens; None for 0, less, or anything but an integer."""
-    return tokens if isinstance(tokens, int) and tokens > 0 else None
-
-
-def join_reasoning(*parts: str | None) -> str:
-    """Return the reasoning texts of one turn as one text."""
-    return "\n\n".join(part for part in parts if part)
+from dflash_jax.server.protocol import MOST_CHOICES, GenerationRequest, Problem, Unread
+from dflash_jax.server.reasoning import positive_budget
+from dflash_jax.server.unsupported import check_unread
 
 
 class StreamOptions(msgspec.Struct):
@@ -178,20 +29,31 @@ class SpeculationFields(msgspec.Struct, forbid_unknown_fields=True):
     mode: Literal["auto", "dflash", "off"] | None = None
 
 
-# Options of the engine whose request fields have the same name, with all names of the fields.
-SERVED = {name: (name, *info.aliases) for name, info in OPTIONS.items() if info.served}
+def served(declared: Any) -> dict[str, Field]:
+    """Return the declared fields that requests have, by their declared names."""
+    return {name: field for name, field in fields_of(declared).items() if field.served}
 
 
-def _field_type(name: str) -> Any:
-    kind = OPTIONS[name].served
-    return (KINDS[name] if kind is True else kind) | None
+def _field_types(fields: Mapping[str, Field]) -> Iterator[tuple[str, Any, None]]:
+    """Yield the name of each field of requests, its type, and its default, for `defstruct`."""
+    for name, field in fields.items():
+        kind = field.kind if field.served is True else field.served
+        for alias in (name, *field.aliases):
+            yield alias, kind | None, None
 
 
-_FIELDS = [(field, _field_type(name), None) for name, fields in SERVED.items() for field in fields]
-_OptionFields: Any = msgspec.defstruct("_OptionFields", _FIELDS, kw_only=True)
+# Options of the engine, each with the names of its fields in requests.
+SERVED = {name: (name, *field.aliases) for name, field in served(SamplingParams).items()}
+# Options of the response, whose fields in requests have the same names.
+COPIED = tuple(served(GenerationRequest))
+_DeclaredFields: Any = msgspec.defstruct(
+    "_DeclaredFields",
+    [*_field_types(served(SamplingParams)), *_field_types(served(GenerationRequest))],
+    kw_only=True,
+)
 
 
-class CommonFields(_OptionFields, kw_only=True):
+class CommonFields(_DeclaredFields, kw_only=True):
     """Fields that every API accepts; most are extensions known from other servers."""
 
     model: str | None = None
@@ -207,11 +69,6 @@ class CommonFields(_OptionFields, kw_only=True):
     recovery: bool | str | dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     timeout: float | None = None
-    parse_special: bool | None = None
-    return_token_ids: bool | None = None
-    timings_per_token: bool | None = None
-    return_metrics: bool | None = None
-    return_meta_info: bool | None = None
     # Accepted without effect.
     user: Any = None
     metadata: Any = None
@@ -254,40 +111,46 @@ def common_arguments(
 
     Args:
       body: the decoded body.
-      unread: what the API does not know.
+      unread: parts of the body that the API does not know.
       output_format: requested output format, such as `response_format`.
       where: name of the field that contains `output_format`.
+
+    Raises:
+      Problem: 400, a value is out of range, or a field is not supported.
     """
     options: dict[str, Any] = {}
     for name, fields in SERVED.items():
-        if (value := first_given(body, *fields)) is not None:
+        value = first_given(body, *fields)
+        if value is not None:
             options[name] = value
-    if len(body.stop_token_ids or ()) > MOST_STOP_IDS:
+    num_stop_ids = len(body.stop_token_ids or ())
+    if num_stop_ids > MOST_STOP_IDS:
         raise Problem(
-            f"{len(body.stop_token_ids or ())} stop_token_ids; at most {MOST_STOP_IDS}",
-            param="stop_token_ids",
+            f"{num_stop_ids} stop_token_ids; at most {MOST_STOP_IDS}", param="stop_token_ids"
         )
     if body.seed not in (None, -1):  # vLLM and llama.cpp take -1 for no seed
         options["seed"] = body.seed % SEEDS
     options |= speculation_options(body.speculative)
     if body.timeout is not None and not body.timeout > 0:
         raise Problem(f"timeout is {body.timeout}; expected seconds above 0", param="timeout")
-    return {
+    grammar = output_grammar(body, output_format, where)
+    arguments = {
         "model": body.model,
         "options": options,
-        **output_grammar(body, output_format, where),
+        "grammar": None if grammar is None else (grammar.kind, grammar.value),
+        "grammar_field": None if grammar is None else grammar.field,
         "stop": stop_strings(body.stop),
         "stream": bool(body.stream),
         "recovery": parse_recovery(body.recovery),
         "thinking_budget": positive_budget(body.thinking_token_budget),
         "timeout": body.timeout,
-        "parse_special": body.parse_special,
-        "return_token_ids": bool(body.return_token_ids),
-        "timings": bool(body.timings_per_token),
-        "metrics": bool(body.return_metrics),
-        "meta_info": bool(body.return_meta_info),
         "warnings": check_unread(unread),
     }
+    for name in COPIED:
+        value = getattr(body, name)
+        if value is not None:
+            arguments[name] = value
+    return arguments
 
 
 def first_given(body: Any, *names: str) -> Any:
@@ -297,7 +160,11 @@ def first_given(body: Any, *names: str) -> Any:
 
 
 def openai_arguments(body: OpenAIFields, unread: Unread) -> dict[str, Any]:
-    """Return the arguments of `GenerationRequest` that chat completions and completions set."""
+    """Return the arguments of `GenerationRequest` that chat completions and completions set.
+
+    Raises:
+      Problem: 400, a value is out of range, or a field is not supported.
+    """
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MOST_CHOICES:
         raise Problem(f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
@@ -306,7 +173,9 @@ def openai_arguments(body: OpenAIFields, unread: Unread) -> dict[str, Any]:
             "no stream has log probabilities of the prompt; drop stream or prompt_logprobs",
             param="prompt_logprobs",
         )
-    wanted = body.stream_options or StreamOptions()
+    stream_options = body.stream_options or StreamOptions()
+    include_usage = bool(stream_options.include_usage)
+    continuous_usage = bool(stream_options.continuous_usage_stats)
     common = common_arguments(body, unread, body.response_format)
     return common | {
         "n": n,
@@ -316,8 +185,8 @@ def openai_arguments(body: OpenAIFields, unread: Unread) -> dict[str, Any]:
         "include_stop_str": bool(body.include_stop_str_in_output),
         "return_token_sources": bool(body.return_token_sources),
         "tokens_as_ids": bool(body.return_tokens_as_token_ids),
-        "include_usage": bool(wanted.include_usage),
-        "continuous_usage_stats": bool(wanted.include_usage and wanted.continuous_usage_stats),
+        "include_usage": include_usage,
+        "continuous_usage_stats": include_usage and continuous_usage,
     }
 
 
@@ -330,83 +199,97 @@ def speculation_options(speculative: SpeculationFields | None) -> dict[str, Any]
     return {} if speculative.block_size is None else {"block_size": speculative.block_size}
 
 
-RECOVERY_FIELDS = ("floor", "below_floor", "tool_prefix", "call_odds", "call_retry", "skip_phrase",
-            "empty_retry", "repeat_limit", "runaway", "loop_tokens", "watchdog", "repeated_calls",
-            "max_calls", "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
+# Settings of recovery that requests do not have in `recovery`: they have fields of their own for
+# the first two, and may not name files of the server.
+NOT_OF_REQUESTS = ("min_tokens", "deadline_s", "log_directory")
+RECOVERY_FIELDS = tuple(name for name in Recovery.fields() if name not in NOT_OF_REQUESTS)
 
 
-def parse_recovery(given: bool | str | Mapping[str, Any] | None) -> Recovery | None:
+def parse_recovery(value: bool | str | Mapping[str, Any] | None) -> Recovery | None:
     """Return the recovery rules of a request, or None for the server's defaults.
 
-    Settings that name files of the server cannot be set by requests.
+    Raises:
+      Problem: 400, the value is no rules.
     """
-    if given is None or isinstance(given, bool):
-        return {None: None, True: Recovery(), False: OFF}[given]
-    if isinstance(given, str):
-        if given not in ("on", "off"):
+    if value is None:
+        return None
+    if isinstance(value, bool | str):
+        if value not in (True, False, "on", "off"):
             raise Problem(
-                f'recovery is {given!r}; expected true, false, "on", "off" or settings',
+                f'recovery is {value!r}; expected true, false, "on", "off" or settings',
                 param="recovery",
             )
-        return Recovery() if given == "on" else OFF
-    if unknown := sorted(set(given) - set(RECOVERY_FIELDS)):
-        raise Problem(
-            f"recovery has no {unknown[0]!r}; known are {', '.join(RECOVERY_FIELDS)}",
-            param="recovery",
-        )
+        return Recovery() if value in (True, "on") else OFF
+    if problems := unknown_names(value, RECOVERY_FIELDS, "setting of recovery"):
+        raise Problem(sentences(problems), param="recovery")
     try:
-        return Recovery(**given)
+        return Recovery.parse(value, where="recovery")
     except ConfigError as error:
-        raise Problem(f"recovery: {error}", param="recovery") from None
+        raise Problem(str(error), param="recovery") from None
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the non-empty stop strings."""
-    return tuple(s for s in ([stop] if isinstance(stop, str) else stop or ()) if s)
+    strings = [stop] if isinstance(stop, str) else stop or ()
+    return tuple(string for string in strings if string)
 
 
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar")
 
 
-def output_grammar(body: CommonFields, output_format: Any, where: str) -> dict[str, Any]:
-    """Return the output grammar, a kind and its value, and its field's name; None without one."""
-    candidates = [(kind, getattr(body, f"guided_{kind}"), f"guided_{kind}")
-                  for kind in GRAMMAR_KINDS]  # fmt: skip
+class OutputGrammar(NamedTuple):
+    """An output grammar of a request: its kind, its value, and the field that it comes from."""
+
+    kind: str
+    value: Any
+    field: str
+
+
+def output_grammar(body: CommonFields, output_format: Any, where: str) -> OutputGrammar | None:
+    """Return the output grammar of a request, or None if it has none.
+
+    Raises:
+      Problem: 400, it has more than one, or one of no known kind.
+    """
+    candidates = []
+    for kind in GRAMMAR_KINDS:
+        field = f"guided_{kind}"
+        candidates.append(OutputGrammar(kind, getattr(body, field), field))
     structured = body.structured_outputs or {}
-    wanted = {key for key, value in structured.items() if value not in (None, False)}
-    if others := sorted(wanted - set(GRAMMAR_KINDS)):
+    kinds = {kind for kind, value in structured.items() if value not in (None, False)}
+    unknown = sorted(kinds - set(GRAMMAR_KINDS))
+    if unknown:
         raise Problem(
-            f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMAR_KINDS)}",
-            param=f"structured_outputs.{others[0]}",
+            f"structured_outputs has no {unknown[0]!r}; known are {', '.join(GRAMMAR_KINDS)}",
+            param=f"structured_outputs.{unknown[0]}",
         )
-    candidates += [(key, structured[key], f"structured_outputs.{key}") for key in wanted]
+    for kind in kinds:
+        candidates.append(OutputGrammar(kind, structured[kind], f"structured_outputs.{kind}"))
     if output_format is not None:
-        candidates.append((*response_format(output_format, where), where))
-    given = [candidate for candidate in candidates if candidate[1] is not None]
-    if len(given) > 1:
-        raise Problem(f"{len(given)} output grammars were given; give one of them")
-    if not given:
-        return {"grammar": None}
-    [(kind, value, field)] = given
-    return {"grammar": (kind, value), "grammar_field": field}
+        candidates.append(OutputGrammar("json", _format_schema(output_format, where), where))
+    grammars = [candidate for candidate in candidates if candidate.value is not None]
+    if len(grammars) > 1:
+        raise Problem(f"{len(grammars)} output grammars were given; give one of them")
+    return grammars[0] if grammars else None
 
 
-def response_format(given: Any, where: str) -> tuple[str, Any]:
-    """Return the grammar of an output format such as `response_format`."""
-    kind = given.get("type") if isinstance(given, dict) else None
+def _format_schema(output_format: Any, where: str) -> Any:
+    """Return the JSON schema of an output format such as `response_format`; None for free text."""
+    kind = output_format.get("type") if isinstance(output_format, dict) else None
     if kind == "text":
-        return "json", None
+        return None
     if kind == "json_object":
-        name = "value" if "value" in given else "schema"  # Hugging Face's name, and llama.cpp's
-        schema = given.get(name)
+        # Hugging Face's name, and llama.cpp's.
+        name = "value" if "value" in output_format else "schema"
+        schema = output_format.get(name)
         if schema is not None and not isinstance(schema, dict):
             raise Problem(f"{where}.{name} is no JSON schema", param=f"{where}.{name}")
-        return "json", schema or {"type": "object"}
+        return schema or {"type": "object"}
     if kind == "json_schema":
-        inner = given.get("json_schema", given)
+        inner = output_format.get("json_schema", output_format)
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if isinstance(schema, dict):
-            return "json", schema
+            return schema
         raise Problem(f"{where} has no JSON schema", param=where)
     known = "text, json_object or json_schema"
     raise Problem(f"{where} has the type {kind!r}; expected {known}", param=where)

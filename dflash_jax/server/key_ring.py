@@ -1,4 +1,4 @@
-"""The keys that a running server accepts, and what their owners use of their limits."""
+"""The API keys that a running server accepts, and what their owners have used of their limits."""
 
 import hashlib
 import math
@@ -12,17 +12,19 @@ MINUTE = 60.0  # seconds
 
 
 class Allowance:
-    """A number of units a minute, of which those of a whole minute may be used at once."""
+    """A number of units a minute. The units of a whole minute may be used at once."""
 
     def __init__(self, per_minute: int):
         self.per_minute = per_minute
-        self._left, self._at = float(per_minute), time.monotonic()
+        self._left = float(per_minute)  # units that could be used at `_refilled`
+        self._refilled = time.monotonic()
 
     def wait_s(self, least: float) -> float:
         """Return the seconds until this many units are left."""
         now = time.monotonic()
-        refilled = self._left + (now - self._at) * self.per_minute / MINUTE
-        self._left, self._at = min(refilled, float(self.per_minute)), now
+        left = self._left + (now - self._refilled) * self.per_minute / MINUTE
+        self._left = min(left, float(self.per_minute))
+        self._refilled = now
         return max(least - self._left, 0.0) * MINUTE / self.per_minute
 
     def take(self, units: int) -> None:
@@ -31,10 +33,15 @@ class Allowance:
 
 
 class KeyUsage:
-    """What the requests of one owner use at the moment."""
+    """What the requests of one owner use at the moment.
+
+    Attributes:
+      running: number of requests that generate.
+    """
 
     def __init__(self, limits: KeyLimits):
-        self.limits, self.running = limits, 0
+        self.limits = limits
+        self.running = 0
         self._requests = Allowance(limits.rpm) if limits.rpm else None
         self._tokens = Allowance(limits.tpm) if limits.tpm else None
 
@@ -47,10 +54,13 @@ class KeyUsage:
         limits = self.limits
         if limits.parallel and self.running >= limits.parallel:
             raise _refusal(label, f"{limits.parallel} requests at a time", 1.0)
-        if self._tokens and (wait := self._tokens.wait_s(1.0)):
-            raise _refusal(label, f"{limits.tpm} tokens a minute", wait)
+        if self._tokens:
+            wait = self._tokens.wait_s(1.0)
+            if wait > 0:
+                raise _refusal(label, f"{limits.tpm} tokens a minute", wait)
         if self._requests:
-            if wait := self._requests.wait_s(1.0):
+            wait = self._requests.wait_s(1.0)
+            if wait > 0:
                 raise _refusal(label, f"{limits.rpm} requests a minute", wait)
             self._requests.take(1)
         self.running += 1
@@ -86,16 +96,16 @@ class KeyRing:
 
     @property
     def owners(self) -> list[str]:
-        """Whose the keys are, each once."""
+        """The owners of the keys, each once."""
         return list(dict.fromkeys(key.owner for key in self._keys.values()))
 
     @property
     def labels(self) -> list[str]:
-        """What the log calls them, each once."""
+        """The names of the keys in the log, each once."""
         return list(dict.fromkeys(key.label for key in self._keys.values()))
 
     def replace(self, keys: Sequence[ApiKey]) -> None:
-        """Accept these keys from now on; who keeps the same limits keeps what was used of them."""
+        """Accept these keys from now on; usage stays counted for owners whose limits stay."""
         limits = {key.owner: key.limits for key in keys}
         self._usage = {
             owner: usage
@@ -104,9 +114,12 @@ class KeyRing:
         }
         self._keys = {key.digest: key for key in keys}
 
-    def find(self, given: str) -> ApiKey | None:
-        """Return the key that a client sent; digests tell nothing by the time that this takes."""
-        return self._keys.get(hashlib.sha256(given.encode()).digest())
+    def find(self, presented_key: str) -> ApiKey | None:
+        """Return the key that a client presents, or None if there is no such key.
+
+        It is looked up by its digest, so that the time that this takes tells nothing about it.
+        """
+        return self._keys.get(hashlib.sha256(presented_key.encode()).digest())
 
     def begin(self, key: ApiKey) -> KeyUsage:
         """Count a request that generates; `KeyUsage.end` has to follow.

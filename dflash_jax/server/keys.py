@@ -1,4 +1,4 @@
-"""API keys, their owners and what these may use, as files have them.
+"""API keys with their owners and limits, as files have them.
 
 A file has a key a line, after a name and before limits, both of which may be left out:
 
@@ -32,13 +32,13 @@ Report = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyLimits:
-    """What the requests of one owner that generate may use; None for no limit.
+    """Limits on the requests of one owner that generate; None for no limit.
 
     Attributes:
       parallel: requests at a time.
       rpm: requests a minute.
-      tpm: tokens of prompts and outputs a minute. They are counted when a request ends, so that
-        one may go beyond it, and the next ones wait longer.
+      tpm: tokens of prompts and outputs a minute. They are counted when a request ends: a request
+        may exceed the limit, and the next ones wait longer.
     """
 
     parallel: int | None = None
@@ -54,10 +54,11 @@ class ApiKey:
     """A key that the server accepts.
 
     Attributes:
-      digest: of the key.
-      label: what the log and metrics call it: its name, or its place among all keys.
-      owner: whose it is; all keys of one name have one, and without a name a key has its own.
-      cache_salt: separates its prefixes from those of others, also on disk and later.
+      digest: SHA-256 digest of the key.
+      label: name of the key in log and metrics: its own name, or its place among all keys.
+      owner: owner of the key. All keys of one name have one owner; a key without a name has its
+        own.
+      cache_salt: separates cached prefixes of this key from those of others, also on disk.
     """
 
     digest: bytes = dataclasses.field(repr=False)
@@ -80,7 +81,8 @@ class ApiKey:
         )
 
 
-ANYONE = ApiKey(digest=b"", label="", owner="", cache_salt="")  # of a server without keys
+# Stands for the key where a server needs none.
+ANYONE = ApiKey(digest=b"", label="", owner="", cache_salt="")
 
 
 def parse_keys(lines: Iterable[str], source: str) -> list[ApiKey]:
@@ -132,7 +134,7 @@ def new_key(key: str, name: str, limits: KeyLimits, where: str) -> ApiKey:
 
 
 def _limits(words: Sequence[str], where: str) -> KeyLimits:
-    given: dict[str, int] = {}
+    limits: dict[str, int] = {}
     for word in words:
         match = LIMIT.fullmatch(word)
         if match is None or match["name"] not in LIMITS or int(match["number"]) < 1:
@@ -140,8 +142,8 @@ def _limits(words: Sequence[str], where: str) -> KeyLimits:
                 f"{where} is followed by what is no limit; expected {'=N, '.join(LIMITS)}=N, with"
                 " integers of at least 1; no key has spaces"
             )
-        given[match["name"]] = int(match["number"])
-    return KeyLimits(**given)
+        limits[match["name"]] = int(match["number"])
+    return KeyLimits(**limits)
 
 
 def unique(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:
@@ -150,32 +152,34 @@ def unique(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:
     Raises:
       RequestError: one key has two names, or one name different limits.
     """
-    found: dict[bytes, ApiKey] = {}
-    owners: dict[str, ApiKey] = {}
+    by_digest: dict[bytes, ApiKey] = {}
+    first_of: dict[str, ApiKey] = {}  # the first key of each owner, which has the limits
     for key in keys:
-        known = found.setdefault(key.digest, key)
-        if known.owner != key.owner:
-            names = " and to ".join(x.label or "nobody by name" for x in (known, key))
+        same = by_digest.setdefault(key.digest, key)
+        if same.owner != key.owner:
+            names = " and to ".join(each.label or "nobody by name" for each in (same, key))
             raise RequestError(f"one key belongs to {names}; give each a key of its own")
-        other = owners.setdefault(key.owner, key)
-        if key.limits not in (other.limits, KeyLimits()):
+        first = first_of.setdefault(key.owner, key)
+        if key.limits not in (first.limits, KeyLimits()):
             raise RequestError(
                 f"the keys of {key.label} have different limits; write them after the first only"
             )
-    return tuple(
-        dataclasses.replace(key, label=key.label or f"key-{place}", limits=owners[key.owner].limits)
-        for place, key in enumerate(found.values(), 1)
-    )
+    labelled = []
+    for place, key in enumerate(by_digest.values(), 1):
+        label = key.label or f"key-{place}"
+        limits = first_of[key.owner].limits
+        labelled.append(dataclasses.replace(key, label=label, limits=limits))
+    return tuple(labelled)
 
 
 def read_keys(
     file: str | None,
-    more: Sequence[ApiKey] = (),
+    other_keys: Sequence[ApiKey] = (),
     *,
     environment: Mapping[str, str] = os.environ,
     report: Report,
 ) -> tuple[ApiKey, ...]:
-    """Return the keys of the environment, of a file, and further ones.
+    """Return the keys of the environment, of a file, and other keys.
 
     Args:
       report: takes a warning about the file's permissions.
@@ -184,7 +188,8 @@ def read_keys(
       RequestError: the variable or the file was given but holds no key, or is wrong.
     """
     keys: list[ApiKey] = []
-    if (text := environment.get(ENVIRONMENT)) is not None:
+    text = environment.get(ENVIRONMENT)
+    if text is not None:
         keys += parse_keys(text.split(","), ENVIRONMENT)
         if not keys:
             raise RequestError(
@@ -197,22 +202,23 @@ def read_keys(
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
             raise RequestError(f"--api-key-file {file} cannot be read: {reason}") from None
-        named = parse_keys(lines, f"--api-key-file {file}")
-        if not named:
+        keys_of_file = parse_keys(lines, f"--api-key-file {file}")
+        if not keys_of_file:
             raise RequestError(f"--api-key-file {file} holds no key; write one a line")
         warn_of_readers(file, report)
-        keys += named
-    return unique([*keys, *more])
+        keys += keys_of_file
+    return unique([*keys, *other_keys])
 
 
 def warn_of_readers(file: str, report: Report) -> None:
     """Warn of a file with keys that other users of the machine may read or change."""
     status = Path(file).stat()
-    others = stat.S_IMODE(status.st_mode) & 0o066
-    if os.name == "posix" and stat.S_ISREG(status.st_mode) and others:
+    mode = stat.S_IMODE(status.st_mode)
+    if os.name == "posix" and stat.S_ISREG(status.st_mode) and mode & 0o066:
+        verb = "change" if mode & 0o022 else "read"
         report(
-            f"warning: other users can {'change' if others & 0o022 else 'read'} the keys in {file},"
-            f" whose mode is {stat.S_IMODE(status.st_mode):04o}; run chmod 600 {file}"
+            f"warning: other users can {verb} the keys in {file},"
+            f" whose mode is {mode:04o}; run chmod 600 {file}"
         )
 
 

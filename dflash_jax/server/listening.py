@@ -6,7 +6,8 @@ import socket
 
 from dflash_jax.errors import RequestError
 
-ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a resolved address family that is disabled
+# Errors of a resolved address whose family is disabled.
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -23,9 +24,11 @@ def bind(host: str, port: int) -> list[socket.socket]:
         addresses = []
         failures.append(error)
     for family, _, _, _, address in dict.fromkeys(addresses):
-        at = (address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:])
+        number, *scope = address[1:]
+        if sockets:  # all have the port that the first one got
+            number = sockets[0].getsockname()[1]
         try:
-            sockets.append(socket.create_server(at, family=family))
+            sockets.append(socket.create_server((address[0], number, *scope), family=family))
         except OSError as error:
             failures.append(error)
     if sockets and all(getattr(error, "errno", 0) in ABSENT for error in failures):
@@ -33,8 +36,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
     for bound in sockets:
         bound.close()
     error = failures[-1]
-    number = getattr(error, "errno", 0) or 0  # negative for errors of name resolution
-    why = os.strerror(number) if number > 0 else error
+    code = getattr(error, "errno", 0) or 0  # negative for errors of name resolution
+    why = os.strerror(code) if code > 0 else error
     raise RequestError(
         f"cannot listen on {host}, port {port}: {why}; give an address of this machine as --host,"
         " and a free port (--port 0 takes one)"

@@ -81,7 +81,8 @@ class Metrics:
         Args:
           key: label of its API key.
         """
-        now, model = time.perf_counter(), generation.model.name
+        now = time.perf_counter()
+        model = generation.model.name
         if generation.first_token is not None:
             self._first.labels(model).observe(generation.first_token - generation.started)
         self._whole.labels(model).observe(now - generation.started)
@@ -130,7 +131,8 @@ class Metrics:
         for model in models:
             for metric in self._of_models:
                 metric.labels(model.name)  # which are 0 before they are first counted
-            jobs, engine = model.worker.active, model.worker.engine
+            jobs = model.worker.active
+            engine = model.worker.engine
             rows = engine.plan.rows if engine else 0
             self._running.labels(model.name).set(min(jobs, rows))
             self._waiting.labels(model.name).set(max(jobs - rows, 0))
@@ -163,7 +165,8 @@ class _EngineCollector:
         labels = ("version", "jax", "backend", "model", "target", "draft")
         info = GaugeMetricFamily("dflash_jax:build_info", "Always 1.", labels=labels)
         for model in self.models:
-            name, engine = model.name, model.worker.engine
+            name = model.name
+            engine = model.worker.engine
             if engine is None:
                 continue
             for part, size in engine.core.runner.memory.items():
@@ -238,12 +241,6 @@ OF_ENGINES: tuple[tuple[Any, str, str, Callable[[Worker, Engine], float]], ...] 
         "hosts",
         "Processes that run programs.",
         lambda worker, engine: engine.core.runner.executor.hosts,
-    ),
-    (
-        CounterMetricFamily,
-        "hosts_restarts",
-        "Times that the workers of several hosts were started again.",
-        lambda worker, engine: worker.restarts.count,
     ),
 )
 

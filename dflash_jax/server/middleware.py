@@ -16,14 +16,14 @@ from dflash_jax.server.access_log import METRICS, PROBES, AccessRecord
 from dflash_jax.server.background import POOLS
 from dflash_jax.server.body_budget import BodyBudget, HeldBody
 from dflash_jax.server.errors import shutting_down
-from dflash_jax.server.fields import check_path
-from dflash_jax.server.http_connection import ClientDisconnected, json_response
+from dflash_jax.server.http_responses import ClientDisconnected, json_response
 from dflash_jax.server.key_ring import KeyRing
 from dflash_jax.server.keys import ANYONE, ApiKey
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.served_models import ServedModels, ServerConfig
-from dflash_jax.utils.allocator import give_back
+from dflash_jax.server.unsupported import check_path
+from dflash_jax.utils.allocator import trim_memory
 
 log = logging.getLogger("dflash_jax.server")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -31,18 +31,22 @@ MOST_HEADERS = 64 * 1024
 # A token is about four bytes of text. An escaped character takes six bytes, and messages, calls and
 # schemas contain names and punctuation that the template does not render.
 BYTES_PER_TOKEN = 64
-LEAST_BODY, MOST_BODY = 4 * 2**20, 32 * 2**20  # bounds in bytes of the derived body limit
-# The derived limit of all bodies together: bytes, and the number of bodies of the largest size.
-ALL_BODIES, LARGEST_BODIES = 256 * 2**20, 4
-# After requests with larger bodies, malloc returns free memory to the system.
-LARGE, GIVE_BACK_S = 2**20, 1.0  # bytes; seconds after the response, and between two calls
+# Bounds in bytes of the derived limit of one body.
+LEAST_BODY = 4 * 2**20
+MOST_BODY = 32 * 2**20
+# The derived limit of all bodies together is the larger of these two.
+ALL_BODIES = 256 * 2**20  # bytes
+LARGEST_BODIES = 4  # bodies of the largest size
+# After requests with large bodies, free memory is returned to the system.
+LARGE_BODY = 2**20  # bytes
+TRIM_AFTER_S = 1.0  # seconds after the response, and between two times
 
 
 class Middleware:
     """Checks requests before handlers run, and converts exceptions to error responses.
 
     Attributes:
-      draining: refuse new requests that generate.
+      draining: new requests that generate are refused.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class Middleware:
         keys: KeyRing | None = None,
         metrics_port: int | None = None,
     ):
-        self._config, self._metrics, self._models = config, metrics, models
+        self._config = config
+        self._metrics = metrics
+        self._models = models
         self._keys = KeyRing() if keys is None else keys
         self._metrics_port = metrics_port
         self._bodies = BodyBudget(lambda: self.max_bodies)
@@ -65,8 +71,11 @@ class Middleware:
         """Return the limit of a request's body in bytes."""
         if self._config.max_body is not None:
             return self._config.max_body
-        engines = [engine for model in self._models if (engine := model.worker.engine)]
-        longest = max((engine.plan.max_length for engine in engines), default=0)
+        longest = 0
+        for model in self._models:
+            engine = model.worker.engine
+            if engine is not None:
+                longest = max(longest, engine.plan.max_length)
         derived = min(max(BYTES_PER_TOKEN * longest, LEAST_BODY), MOST_BODY)
         return min(derived, self._config.max_bodies or derived)
 
@@ -101,10 +110,8 @@ class Middleware:
             request.state.key = ANYONE
             request.state.body = HeldBody()
             try:
-                if (
-                    sum(len(name) + len(value) for name, value in request.headers.raw)
-                    > MOST_HEADERS
-                ):
+                size = sum(len(name) + len(value) for name, value in request.headers.raw)
+                if size > MOST_HEADERS:
                     raise Problem(f"the headers are larger than {MOST_HEADERS} bytes", status=431)
                 exempt = record.path in PROBES or self._is_metrics_port(request.scope)
                 if needs_key and self._keys and not exempt:
@@ -121,9 +128,9 @@ class Middleware:
                 return self._refuse(problem, request.scope)
             finally:
                 self._bodies.release(request.state.body)
-                if request.state.body.size > LARGE and not self._trim_scheduled:
+                if request.state.body.size > LARGE_BODY and not self._trim_scheduled:
                     self._trim_scheduled = True
-                    asyncio.get_running_loop().call_later(GIVE_BACK_S, self._trim_memory)
+                    asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._trim_memory)
 
         return answer
 
@@ -146,25 +153,26 @@ class Middleware:
         """Return the request body.
 
         Raises:
-          Problem: 413, it is too large; 415, it is compressed, or possibly sent by a web page of
-            another site; 503, those of others leave no room for it.
+          Problem: 413, the body is too large; 415, it is compressed, or possibly sent by a web page
+            of another site; 503, the bodies of other requests leave no room for it.
           ClientDisconnected: the client left before the end of the body.
         """
         self._check_origin(request)
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", ""):
             raise Problem(f"content-encoding {coding[:100]!r}; send the body as it is", status=415)
-        most = self.max_body
+        max_body = self.max_body
         too_large = Problem(
-            f"the body is larger than {most} bytes, the most this server reads; send less, or start"
-            " it with a larger --max-body",
+            f"the body is larger than {max_body} bytes, the most this server reads; send less, or"
+            " start it with a larger --max-body",
             status=413,
             code="body_too_large",
         )
         length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length) > most:
+        if length.isdigit() and int(length) > max_body:
             raise too_large
-        body, held = bytearray(), request.state.body
+        body = bytearray()
+        held = request.state.body
         async with self._bodies.reading(held):
             while True:
                 message = await request.receive()
@@ -173,7 +181,7 @@ class Middleware:
                     raise ClientDisconnected
                 self._bodies.add(held, len(message.get("body", b"")))
                 body += message.get("body", b"")
-                if len(body) > most:
+                if len(body) > max_body:
                     raise too_large
                 if not message.get("more_body", False):
                     return bytes(body)
@@ -181,7 +189,7 @@ class Middleware:
     def _trim_memory(self) -> None:
         """Return free memory to the system, in a thread since it takes tens of milliseconds."""
         self._trim_scheduled = False
-        threading.Thread(target=give_back, args=(POOLS,), name="give-back", daemon=True).start()
+        threading.Thread(target=trim_memory, args=(POOLS,), name="trim-memory", daemon=True).start()
 
     def check_open(self) -> None:
         """Refuse requests while the server drains.
@@ -194,11 +202,11 @@ class Middleware:
 
     def note_end(self, record: AccessRecord, reason: str, phase: str) -> None:
         """Note that a request ended early, and in which phase."""
-        record.left = reason, phase
+        record.left = (reason, phase)
         self._metrics.cancelled(reason, phase, record.model)
 
     def note_error(self, record: AccessRecord, problem: Problem) -> None:
-        """Note that a request is answered with an error, which is no failure of a probe."""
+        """Note that a request is answered with an error; probes do not count as failed requests."""
         record.problem = problem
         if record.path not in PROBES:
             self._metrics.failed(problem.status, record.model, record.key)
@@ -219,14 +227,15 @@ class Middleware:
 
     def _check_port(self, scope: Scope) -> None:
         """Refuse, with 404, metrics where they have another port, and all else on that port."""
-        own, path = self._is_metrics_port(scope), scope["path"]
-        if own and path not in (*PROBES, METRICS):
+        on_metrics_port = self._is_metrics_port(scope)
+        path = scope["path"]
+        if on_metrics_port and path not in (*PROBES, METRICS):
             raise Problem(
                 f"this port has {', '.join((*PROBES, METRICS))} only; ask the server's other one",
                 status=404,
                 code="unknown_url",
             )
-        if self._metrics_port is not None and not own and path == METRICS:
+        if self._metrics_port is not None and not on_metrics_port and path == METRICS:
             raise Problem(
                 "the metrics are on a port of their own, that of --metrics-port",
                 status=404,
@@ -238,15 +247,18 @@ class Middleware:
 
         Browsers send a preflight request before JSON. Other clients send no Origin header.
         """
-        origin, kinds = request.headers.get("origin"), request.headers.getlist("content-type")
-        known = (ANY, origin, (origin or "").lower())
-        if origin is None or is_json(kinds) or any(o in self._config.cors for o in known):
+        origin = request.headers.get("origin")
+        content_types = request.headers.getlist("content-type")
+        if origin is None or is_json(content_types):
+            return
+        allowed = self._config.cors_origin
+        if ANY in allowed or origin in allowed or origin.lower() in allowed:
             return
         if not is_own_page(origin, request.headers.get("host", "")):
             raise Problem(
-                f"content-type {', '.join(kinds)[:100]!r} in a request with the Origin header"
-                f" {origin[:100]!r}; send application/json, or start the server with --cors-origin"
-                " and that origin",
+                f"content-type {', '.join(content_types)[:100]!r} in a request with the Origin"
+                f" header {origin[:100]!r}; send application/json, or start the server with"
+                " --cors-origin and that origin",
                 status=415,
                 code="unsupported_content_type",
             )
@@ -266,8 +278,10 @@ class Middleware:
           Problem: 401, it is missing or wrong.
         """
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else ""
-        key = self._keys.find(given or request.headers.get("x-api-key", ""))
+        presented_key = token.strip() if scheme.lower() == "bearer" else ""
+        if not presented_key:
+            presented_key = request.headers.get("x-api-key", "")
+        key = self._keys.find(presented_key)
         if key is not None:
             return key
         raise Problem(
@@ -296,10 +310,10 @@ def _check_hosts(headers: Headers, hosts: AllowedHosts) -> None:
 
     Requests without a Host header pass: HTTP/1.0 clients are never browsers.
     """
-    given = headers.getlist("host")
-    if len(given) > 1 or not all(map(hosts.accepts, given)):
+    names = headers.getlist("host")
+    if len(names) > 1 or not all(map(hosts.accepts, names)):
         raise Problem(
-            f"the Host header is {', '.join(given)[:100]!r}, which is not known as a name of this"
+            f"the Host header is {', '.join(names)[:100]!r}, which is not known as a name of this"
             " server; use its address, or start it with --allowed-host and that name",
             status=403,
             code="host_not_allowed",

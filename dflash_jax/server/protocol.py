@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from dflash_jax.declared import declare
 from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.tokenizer import well_formed
 from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, Tool, ToolChoice, is_deep
@@ -24,9 +25,7 @@ MOST_ENTRIES = 500_000  # objects, arrays and keys of a body; decoding more take
 MOST_VALUES = 2_000_000  # commas; decoding this many numbers takes 0.2 s
 SLICE = 2**16  # bytes scanned per step: the interpreter lock is held during a step
 NO_LIMIT = -1  # value of max_tokens, as in vLLM and llama.cpp
-
-
-MOST_MESSAGE = 1500  # characters of an error; it may quote what the client sent
+MOST_MESSAGE = 1500  # characters of an error, which may quote what the client sent
 
 
 class Problem(Exception):
@@ -51,13 +50,17 @@ class Problem(Exception):
     ):
         message = message[:MOST_MESSAGE]
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_s, self.details = retry_s, details
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_s = retry_s
+        self.details = details
 
     @property
     def kind(self) -> str:
         """Return OpenAI's error `type`."""
-        named = {
+        kinds = {
             401: "authentication_error",
             403: "permission_error",
             404: "not_found_error",
@@ -65,14 +68,20 @@ class Problem(Exception):
             429: "rate_limit_error",
             503: "overloaded_error",
         }
-        return named.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        default = "invalid_request_error" if self.status < 500 else "api_error"
+        return kinds.get(self.status, default)
 
     def to_json(self) -> dict[str, Any]:
         """Return the body: OpenAI's error object, with Anthropic's `type` and `details`."""
-        inner: dict[str, Any] = {"message": self.message, "type": self.kind}
-        inner |= {"param": self.param, "code": self.code}
-        more = {"details": self.details} if self.details else {}
-        return {"type": "error", "error": inner | more}
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.details:
+            error["details"] = self.details
+        return {"type": "error", "error": error}
 
 
 AUTO = ToolChoice("auto")
@@ -83,8 +92,8 @@ class ClientTool:
     """A tool that the model calls as a function, as the client declared it.
 
     Attributes:
-      kind: of the calls in the response; "custom" is a freeform tool, whose calls are text.
-      namespace: of the Responses API.
+      kind: kind of its calls in the response; "custom" is a freeform tool, whose calls are text.
+      namespace: namespace of the tool in the Responses API.
     """
 
     kind: Literal["function", "custom", "local_shell", "shell", "apply_patch"]
@@ -100,17 +109,15 @@ class GenerationRequest:
     """A validated generation request, independent of the API it came through.
 
     Attributes:
-      messages: the conversation as chat completions messages; None if `prompts` is given.
+      messages: the conversation as chat completions messages; None if there are `prompts`.
       prompts: texts or lists of token ids; each gets `n` outputs.
       suffix: text after the outputs of `prompts`, for models that fill in the middle.
       tools: tool definitions as the chat template receives them.
-      declared_tools: the same tools as calls are checked against them.
-      client_tools: those that are no plain functions for the client, by the name that is called.
+      declared_tools: the same tools in the form against which calls are checked.
+      client_tools: tools that are no plain functions for the client, by the name that is called.
       options: arguments of `Engine.submit` that the client set.
       grammar: structured output: a kind ("json", "regex", "choice" or "grammar") and its value.
       grammar_field: name of the request field that the grammar comes from.
-      parse_special: what texts spell like special tokens is taken for them; None if it is in
-        `prompts` only, not in `messages` and `tools`.
       template_kwargs: variables of the chat template.
       recovery: recovery rules of this request; None takes the server's.
       thinking_budget: most tokens of reasoning before it is closed.
@@ -126,8 +133,8 @@ class GenerationRequest:
       echo: put the prompt in front of the output.
       echoed_fields: request fields that the response repeats.
       store: called with the finished response; None if it is not stored.
-      timeout: seconds.
-      warnings: fields that were ignored, as sentences.
+      timeout: seconds after which the tokens generated so far are the response.
+      warnings: parts of the request that were ignored or changed, as sentences.
     """
 
     api: Api
@@ -143,7 +150,6 @@ class GenerationRequest:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grammar: tuple[str, Any] | None = None
     grammar_field: str | None = None
-    parse_special: bool | None = None
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     continue_final_message: bool = False
     recovery: Recovery | None = None
@@ -162,13 +168,19 @@ class GenerationRequest:
     echoed_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     store: Callable[..., None] | None = None
     timeout: float | None = None
-    return_token_ids: bool = False
     return_token_sources: bool = False
     tokens_as_ids: bool = False
-    timings: bool = False
-    metrics: bool = False
-    meta_info: bool = False
     warnings: tuple[str, ...] = ()
+
+    # Fields that requests of all APIs have by the same names.
+    parse_special: bool | None = declare(
+        None,
+        "what texts spell like special tokens is taken for them; None if it is in `prompts` only,"
+        " not in `messages` and `tools`",
+        served=True,
+    )
+    return_token_ids: bool = declare(False, "the response has token ids", served=True)
+    timings_per_token: bool = declare(False, "the response has llama.cpp's timings", served=True)
 
     @property
     def requires_call(self) -> bool:
@@ -191,10 +203,10 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """What the API does not read of a body.
+    """Parts of a body that the API does not read.
 
     Attributes:
-      fields: those that it does not know, with their values.
+      fields: fields that the API does not know, with their values.
       replaced: half characters were replaced by U+FFFD.
     """
 
@@ -209,39 +221,51 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, Unread]:
       Problem: the body is not JSON or too deeply nested, or a field is missing or has a wrong type.
     """
     check_entries(body)
-    body = body.removeprefix(codecs.BOM_UTF8)  # Windows editors add it
+    values, replaced = _decode_object(body.removeprefix(codecs.BOM_UTF8))  # Windows editors add it
+    if is_deep(values):
+        name = next((name for name, value in values.items() if is_deep([value])), None)
+        raise _too_deep(name or "the body", name)
+    for name in _integer_fields(kind) & values.keys():
+        value = values[name]
+        if isinstance(value, float) and value.is_integer():
+            values[name] = int(value)  # some clients send 8 as 8.0
+    try:
+        decoded = msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise _validation_problem(error) from None
+    known = kind.__struct_fields__
+    fields = {name: value for name, value in values.items() if name not in known}
+    return decoded, Unread(fields, replaced)
+
+
+def _decode_object(body: bytes) -> tuple[dict[str, Any], bool]:
+    """Return the JSON object of a body, and whether half characters in it were replaced."""
     replaced = False
     try:
         try:
-            raw = msgspec.json.decode(body)
+            values = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError):
             whole = _without_half_characters(body)
             replaced = whole != body
-            raw = msgspec.json.decode(whole)
+            values = msgspec.json.decode(whole)
     except RecursionError:
         raise _too_deep("the body") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Problem(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(raw, dict):
+    if not isinstance(values, dict):
         raise Problem("the body is not a JSON object", code="invalid_json")
-    if is_deep(raw):
-        name = next((name for name, value in raw.items() if is_deep([value])), None)
-        raise _too_deep(name or "the body", name)
-    for name in _integer_fields(kind) & raw.keys():
-        if isinstance(given := raw[name], float) and given.is_integer():
-            raw[name] = int(given)  # some clients send 8 as 8.0
-    try:
-        decoded = msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$.")
-        param = path.removesuffix("`") or None
-        where = f" in {param}" if param else ""
-        if missing := re.fullmatch("Object missing required field `(.*)`", text):
-            param = missing[1]
-        raise Problem(f"{text}{where}", param=param) from None
-    known = kind.__struct_fields__
-    fields = {name: value for name, value in raw.items() if name not in known}
-    return decoded, Unread(fields, replaced)
+    return values, replaced
+
+
+def _validation_problem(error: msgspec.ValidationError) -> Problem:
+    """Return the response to a field that is missing or has a wrong type."""
+    text, _, path = str(error).partition(" - at `$.")
+    param = path.removesuffix("`") or None
+    where = f" in {param}" if param else ""
+    missing = re.fullmatch("Object missing required field `(.*)`", text)
+    if missing:
+        param = missing[1]
+    return Problem(f"{text}{where}", param=param)
 
 
 # A backslash that is escaped, a pair of surrogates, or one alone, which is the group.
@@ -295,38 +319,45 @@ def check_entries(
     Raises:
       Problem: there are more entries than allowed.
     """
-    most = {
-        "objects, arrays and keys": MOST_ENTRIES,
-        "values": MOST_VALUES if most_values is None else most_values,
-    }
-    counts = dict.fromkeys(most, 0)
-    if _count_structure(text) <= MOST_ENTRIES and text.count(b",") <= most["values"]:
+    if most_values is None:
+        most_values = MOST_VALUES
+    if _count_entries(text) <= MOST_ENTRIES and text.count(b",") <= most_values:
         return
+    entries = 0
+    values = 0
     for part in _outside_strings(text):
-        counts["objects, arrays and keys"] += _count_structure(part)
-        counts["values"] += part.count(b",")
-        for kind, count in counts.items():
-            if count > most[kind]:
-                raise Problem(
-                    f"{subject} has more than {most[kind]} {kind}; send fewer",
-                    param=param,
-                    code="too_many_entries",
-                )
+        entries += _count_entries(part)
+        values += part.count(b",")
+        exceeded = None
+        if entries > MOST_ENTRIES:
+            exceeded = f"{MOST_ENTRIES} objects, arrays and keys"
+        elif values > most_values:
+            exceeded = f"{most_values} values"
+        if exceeded is not None:
+            raise Problem(
+                f"{subject} has more than {exceeded}; send fewer",
+                param=param,
+                code="too_many_entries",
+            )
 
 
-def _count_structure(part: bytes) -> int:
+def _count_entries(part: bytes) -> int:
     return sum(map(part.count, (b"[", b"{", b":")))
 
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:
     """Yield the text outside of JSON strings, slice by slice."""
-    inside = escaped = False  # inside a string; the last character was an escaping backslash
-    for at in range(0, len(body), SLICE):
-        part = body[at + escaped : at + SLICE].replace(rb"\\", b"")
+    inside = False  # a string has begun
+    escaped = False  # the last character was a backslash that escapes the next one
+    for start in range(0, len(body), SLICE):
+        first = start + 1 if escaped else start
+        part = body[first : start + SLICE].replace(rb"\\", b"")
         escaped = part.endswith(b"\\")
         pieces = part.replace(rb"\"", b"").split(b'"')
-        yield b"".join(pieces[inside::2])
-        inside ^= len(pieces) % 2 == 0
+        outside = pieces[1::2] if inside else pieces[::2]
+        yield b"".join(outside)
+        if len(pieces) % 2 == 0:  # an odd number of quotes
+            inside = not inside
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """One output as the client sees it: reasoning, content, tool calls and the finish reason."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from dflash_jax.engine.detokenizer import Detokenizer
@@ -9,6 +9,7 @@ from dflash_jax.engine.result import Piece, Result, RoundTrace, TokenLogprob
 from dflash_jax.engine.state_machine import guards
 from dflash_jax.engine.vocabulary import markup_ids
 from dflash_jax.server.protocol import GenerationRequest, new_id
+from dflash_jax.server.repeated_calls import RepeatedCallFilter
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax
 from dflash_jax.tool_parsers.calls import (
@@ -22,7 +23,7 @@ from dflash_jax.tool_parsers.calls import (
 )
 from dflash_jax.tool_parsers.stream import OutputParser
 
-# Recovery rules that end an output because it repeats itself.
+# Rules of recovery that end an output because it repeats itself.
 LOOPS = ("repeat", "runaway", "period", guards.REPEATED_CALLS, guards.TOO_MANY_CALLS)
 # Counters of tokens that recovery leaves out at the end of an answer.
 DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")
@@ -30,7 +31,11 @@ DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")
 
 @dataclasses.dataclass
 class ToolCall:
-    """A tool call; `arguments` is JSON text, complete once `done`."""
+    """A tool call of an output.
+
+    Attributes:
+      arguments: JSON text, complete once `done`.
+    """
 
     id: str
     name: str
@@ -47,65 +52,24 @@ class ReplyPart:
     call: ToolCall | None = None
 
 
-class RepeatedCallFilter:
-    """Holds back calls that may equal the previous one, and everything after them.
-    A call is held while its name equals that of the previous call and its arguments are a prefix
-    of that call's. It is released, with everything after it, once it or a later call differs.
-    Arguments are compared as text: equal values in another spelling count as different.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[Event] = []
-        self._last: tuple[str, str] | None = None  # name and arguments of the last released call
-        self._name = self._arguments = ""  # of the current call
-
-    def push(self, events: Iterable[Event]) -> list[Event]:
-        """Return the events that are certainly part of the answer."""
-        given: list[Event] = []
-        for event in events:
-            match event:
-                case ToolCallStart(_, name):
-                    self._name, self._arguments = name, ""
-                    if self._last is None or name != self._last[0]:
-                        given += self.release()
-                    else:
-                        self._held.append(event)
-                        continue
-                case ToolCallDelta(_, text):
-                    self._arguments += text
-                    if self._last is None or not self._last[1].startswith(self._arguments):
-                        given += self.release()
-                case ToolCallEnd():
-                    call = (self._name, self._arguments)
-                    if call != self._last:
-                        given += self.release()
-                        self._last = call
-                case Content() | Thinking():
-                    pass
-            (self._held if self._held else given).append(event)
-        return given
-
-    def release(self) -> list[Event]:
-        """Return the events held so far."""
-        held, self._held = self._held, []
-        return held
-
-
 class Reply:
     """One output of a request: parses its pieces into events, and accumulates them.
 
     Args:
       index: position among the outputs of the request.
       thinking: the prompt ends inside reasoning.
-      end_ids: tokens that end the output, and are no text of it.
+      end_ids: tokens that end the output, and are not part of its text.
+      fenced: see `OutputParser`.
 
     Attributes:
       ids: output token ids.
-      rounds: of decoding, which the engine reported; see `take_rounds`.
+      rounds: rounds of decoding that the engine reported; see `take_rounds`.
       logprobs: log probabilities of `ids`, if requested.
-      answer_logprobs: those of tokens outside reasoning and tool calls.
+      answer_logprobs: log probabilities of the tokens outside reasoning and tool calls.
       reported: number of log probabilities that were sent in chunks.
       logprob_text: text of the tokens whose log probabilities were sent.
+      thinking_tokens: number of tokens of reasoning.
+      result: what the engine returned for the output; None until it finished.
       satisfied: no further output is needed: a stop string was found, the only allowed call is
         complete, or max_tokens is 0.
       filter_repeated_calls: hold back streamed calls that may repeat the previous one.
@@ -122,21 +86,27 @@ class Reply:
         *,
         thinking: bool = False,
         end_ids: Collection[int] = (),
+        fenced: Callable[[str], bool] | None = None,
     ):
-        self.index, self._request = index, request
-        if request.api == "completions":
+        self.index = index
+        self._request = request
+        self._fenced = fenced
+        if request.api == "completions":  # completions have only text
             syntax = None
         markers = syntax.markers(calls=bool(request.declared_tools)) if syntax else ()
         self._end_ids = frozenset(end_ids)
-        if tokenizer:  # the parser needs those that are markup, such as the end of a call
+        if tokenizer:  # the parser needs end tokens that are markup, such as the end of a call
             self._end_ids -= markup_ids(tokenizer, markers)
         if tokenizer and syntax:
             tokenizer = tokenizer.showing(markers)
-        self._tokenizer, self._syntax, self._starts_thinking = tokenizer, syntax, thinking
+        self._tokenizer = tokenizer
+        self._syntax = syntax
+        self._starts_thinking = thinking
         self._takes_engine_text = self._engine_text_suffices()
         self.ids: list[int] = []
         self.rounds: list[RoundTrace] = []
-        self._taken = self._taken_tokens = 0  # rounds that were taken, and tokens of these
+        self._taken_rounds = 0
+        self._taken_tokens = 0  # tokens of the rounds that were taken
         self.logprobs: list[TokenLogprob] = []
         self.reported = 0
         self.logprob_text = tokenizer.stream() if tokenizer else None
@@ -156,13 +126,15 @@ class Reply:
         have to be counted as reasoning one by one, or where the stop string or token, which the
         engine leaves out as well, has to be known.
         """
-        syntax, request = self._syntax, self._request
-        parsed = syntax is not None and bool(syntax.thought or request.declared_tools)
-        marked = self._tokenizer is not None and bool(self._tokenizer.shown)
-        kept = request.include_stop_str and bool(request.options.get("stop_token_ids"))
-        return not (parsed or marked or request.stop or kept)
+        syntax = self._syntax
+        request = self._request
+        has_parts = syntax is not None and bool(syntax.thought or request.declared_tools)
+        shows_special = self._tokenizer is not None and bool(self._tokenizer.shown)
+        keeps_stop_token = request.include_stop_str and bool(request.options.get("stop_token_ids"))
+        return not (has_parts or shows_special or request.stop or keeps_stop_token)
 
     def _reset(self) -> None:
+        """Begin the answer, or begin it again."""
         request = self._request
         # With tools, the parser looks for stop strings: they do not count inside calls.
         parser_stops = bool(self._syntax and request.declared_tools)
@@ -175,9 +147,13 @@ class Reply:
             continued=request.continue_final_message,
             stop=request.stop if parser_stops else (),
             lenient=request.grammar is None,
+            fenced=self._fenced,
         )
-        self.content = self.reasoning = ""
+        self.content = ""
+        self.reasoning = ""
         self.answer_logprobs: list[TokenLogprob] = []
+        # Log probabilities of tokens that may still turn out to be markup.
+        self._open_logprobs: list[TokenLogprob] = []
         self.calls: list[ToolCall] = []
         self._parts: list[ReplyPart] = []
 
@@ -193,48 +169,58 @@ class Reply:
         for at, token in enumerate(piece.token_ids):
             if self.satisfied:
                 break
+            logprobs = piece.logprobs[at : at + 1]
             self.ids.append(token)
-            self.logprobs += (logprobs := piece.logprobs[at : at + 1])
-            new, thinking = self._push_token(token, logprobs)
-            events += new
-            self.thinking_tokens += thinking
+            self.logprobs += logprobs
+            token_events, is_thinking = self._push_token(token, logprobs)
+            events += token_events
+            if is_thinking:
+                self.thinking_tokens += 1
             if self.stop_string is not None:
                 self.satisfied = True
         return list(joined(events))
 
     def take_rounds(self) -> list[RoundTrace]:
         """Return the rounds that were not taken before, without tokens after the last of `ids`."""
-        taken = []
-        for traced in self.rounds[self._taken :]:
-            traced = traced.shortened(len(self.ids) - self._taken_tokens)
-            self._taken += 1
-            self._taken_tokens += len(traced.tokens)
-            taken += [traced] if traced.tokens else []
-        return taken
+        rounds = []
+        for trace in self.rounds[self._taken_rounds :]:
+            shortened = trace.shortened(len(self.ids) - self._taken_tokens)
+            self._taken_rounds += 1
+            self._taken_tokens += len(shortened.tokens)
+            if shortened.tokens:
+                rounds.append(shortened)
+        return rounds
 
     def _push_token(self, token: int, logprobs: Sequence[TokenLogprob]) -> tuple[list[Event], bool]:
         """Return the events of a token, and whether it belongs to reasoning."""
         parser = self._parser
-        thinking, calling = parser.thinking, parser.calling
-        events = self._filter_and_apply(parser.push(self._text.push([token])))
-        thinking, calling = thinking or parser.thinking, calling or parser.calling
-        if not (thinking or calling):
-            self.answer_logprobs += logprobs
-        return events, thinking
+        was_thinking = parser.thinking
+        text = self._text.push([token])
+        events = parser.push(text)
+        is_thinking = was_thinking or parser.thinking
+        if not is_thinking or any(isinstance(event, Content) for event in events):
+            self._open_logprobs += logprobs
+        events = self._filter_and_apply(events)
+        if not parser.undecided:
+            if not text:  # a token without text is part of the answer, unlike hidden markup
+                self.answer_logprobs += self._open_logprobs
+            self._open_logprobs = []
+        return events, is_thinking
 
     def _drop_last_tokens(self, count: int) -> None:
         """Leave the last tokens out of the answer; they stay in `ids`."""
         self._reset()
-        for at, token in enumerate(self.ids[: len(self.ids) - count]):
+        remaining = self.ids[: len(self.ids) - count]
+        for at, token in enumerate(remaining):
             self._push_token(token, self.logprobs[at : at + 1])
 
     def finish(self, result: Result) -> list[Event]:
         """Return the events that were held back until the engine finished the output."""
         self.result = result
-        looped = max(result.stats.recovery[name] for name in DROPPED)
+        num_dropped = max(result.stats.recovery[name] for name in DROPPED)
         # A stream cannot be shortened: its text has been sent.
-        if looped and not (self._request.stream or self.satisfied or self.ended_by):
-            self._drop_last_tokens(looped)
+        if num_dropped and not (self._request.stream or self.satisfied or self.ended_by):
+            self._drop_last_tokens(num_dropped)
             self.shortened = True
         events: list[Event] = []
         if self.ended_by != "call":
@@ -242,55 +228,71 @@ class Reply:
             events += self._filter_and_apply(self._parser.finish())
         if not self._ended_early:  # the model itself left the call unfinished: it is content
             events += self._filter_and_apply(self._parser.unfinished_call())
-        if result.stats.recovery[guards.REPEATED_CALLS]:
-            self.shortened |= bool(self._repeated_calls.release())
-        events += self._apply(self._repeated_calls.release())
+        held = self._repeated_calls.release()
+        if result.stats.recovery[guards.REPEATED_CALLS]:  # what was held repeats the call before
+            if held:
+                self.shortened = True
+        else:
+            events += self._apply(held)
         if self._request.include_stop_str and self.stop_string:
             kind = Thinking if self._parser.thinking else Content
             events += self._filter_and_apply([kind(self.stop_string)])
         return list(joined(events))
 
     def _filter_and_apply(self, events: list[Event]) -> list[Event]:
+        """Add events to the answer, apart from calls that may be repeated; return these events."""
+        for event in events:
+            if isinstance(event, Content):
+                self.answer_logprobs += self._open_logprobs
+            if isinstance(event, Content | ToolCallEnd):
+                self._open_logprobs = []
         if self.filter_repeated_calls:
             events = self._repeated_calls.push(events)
         return self._apply(events)
 
     def _apply(self, events: list[Event]) -> list[Event]:
         """Add events to the answer; return those up to the end of the only allowed call."""
-        events = list(events)
-        for at, event in enumerate(events):
+        applied: list[Event] = []
+        for event in events:
             match event:
                 case Content(text):
                     text = self._separated("content", self.content, text)
-                    events[at] = Content(text)
                     self.content += text
                     self._append("content", text)
+                    applied.append(Content(text))
                 case Thinking(text):
                     text = self._separated("reasoning", self.reasoning, text)
-                    events[at] = Thinking(text)
                     self.reasoning += text
                     self._append("reasoning", text)
+                    applied.append(Thinking(text))
                 case ToolCallStart(_, name):
                     self.calls.append(ToolCall(new_id("call_"), name))
                     self._parts.append(ReplyPart("call", call=self.calls[-1]))
+                    applied.append(event)
                 case ToolCallDelta(index, text):
                     self.calls[index].arguments += text
+                    applied.append(event)
                 case ToolCallEnd(index):
                     call = self.calls[index]
-                    call.done, call.arguments = True, call.arguments or "{}"
+                    call.done = True
+                    call.arguments = call.arguments or "{}"
+                    applied.append(event)
                     if self._request.takes_one_call:
-                        self.satisfied, self.ended_by = True, "call"
-                        return events[: at + 1]
-        return events
+                        self.satisfied = True
+                        self.ended_by = "call"
+                        break
+        return applied
 
     def _separated(self, kind: Literal["reasoning", "content"], before: str, text: str) -> str:
-        """Return a text of chat completions, on a new line if a call or other text came between.
+        """Return a text as it continues the texts of its kind before it.
 
-        Other APIs have a part for each.
+        Chat completions have one text of each kind: what follows a call or the other kind begins
+        on a new line there. Other APIs have a part for each.
         """
-        apart = before and self._parts[-1].kind != kind and self._request.api == "chat"
-        spaced = before[-1:].isspace() or text[:1].isspace()
-        return f"\n{text}" if apart and not spaced else text
+        if not before or self._parts[-1].kind == kind or self._request.api != "chat":
+            return text
+        spaced = before[-1].isspace() or text[:1].isspace()
+        return text if spaced else f"\n{text}"
 
     def _append(self, kind: Literal["reasoning", "content"], text: str) -> None:
         if not self._parts or self._parts[-1].kind != kind:
@@ -361,10 +363,12 @@ class Reply:
         """Return `finish_details`: the exact reason, and token counts by kind."""
         assert self.result is not None
         stats = self.result.stats
-        loop = next((kind for kind in LOOPS if stats.recovery[kind]), None)
-        reason = self.ended_by or (
-            "stop_sequence" if self.stop_string else self.result.finish_reason
-        )
+        loop = next((rule for rule in LOOPS if stats.recovery[rule]), None)
+        reason = self.result.finish_reason
+        if self.ended_by:
+            reason = self.ended_by
+        elif self.stop_string:
+            reason = "stop_sequence"
         total = 0 if self._request.max_tokens == 0 else stats.output_tokens
         details: dict[str, Any] = {
             "reason": {"stop": "end_of_turn", "call": "one_tool_call"}.get(reason, reason),
@@ -384,7 +388,8 @@ class Reply:
             forced = stats.recovery["thought_closed"] + stats.recovery["thought_closed_by_force"]
             details["close_kind"] = "hard" if forced else "natural"
         if loop:
-            details |= {"degenerate_decode": True, "degenerate_kind": loop}
+            details["degenerate_decode"] = True
+            details["degenerate_kind"] = loop
         if stats.recovery:
-            details["recovery"] = {kind: n for kind, n in stats.recovery.items() if n}
+            details["recovery"] = {rule: n for rule, n in stats.recovery.items() if n}
         return details

@@ -1,168 +1,34 @@
-"""Stored responses and conversations, which later requests retrieve, refer to or extend."""
+"""Stored responses, which later requests retrieve or refer to, and the store of each owner."""
 
-import dataclasses
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from dflash_jax.server.conversation import check_messages
-from dflash_jax.server.protocol import Problem, new_id
+from dflash_jax.server.conversation_store import ConversationStore, Item, StoredItem, new_items
+from dflash_jax.server.protocol import Problem
 
-# Conversations in memory, which responses of a conversation extend.
-
-Item = dict[str, Any]
-StoredItem = tuple[str, bytes]  # the id and the JSON of an item
-
-
-def new_items(items: Sequence[Item]) -> list[StoredItem]:
-    """Return items as a conversation stores them: their ids, new ones if needed, and JSON."""
-    whole = [{"id": new_id("item_"), "type": "message"} | item for item in items]
-    for item in whole:
-        if not isinstance(item["id"], str):
-            item["id"] = new_id("item_")
-    return [(item["id"], msgspec.json.encode(item)) for item in whole]
-
-
-@dataclasses.dataclass
-class StoredConversation:
-    """A conversation; its items are JSON, as Python objects take up to 20 times the memory."""
-
-    fields: bytes
-    items: list[StoredItem] = dataclasses.field(default_factory=list)
-    size: int = 0  # bytes of JSON
-
-
-class ConversationStore:
-    """Conversations in memory; the least recently extended ones are dropped first. Thread-safe.
-
-    Args:
-      max_bytes: limit for all items and metadata, as JSON.
-
-    Attributes:
-      size: bytes of all items and metadata, as JSON.
-    """
-
-    def __init__(self, max_bytes: int = 2**25):
-        self._max_bytes, self.size = max_bytes, 0
-        self._lock = threading.RLock()
-        self._stored: dict[str, StoredConversation] = {}  # the last extended one is last
-
-    def limit(self, max_bytes: int) -> None:
-        """Set another limit, from the next item on."""
-        self._max_bytes = max_bytes
-
-    def create(self, items: Sequence[Item], metadata: dict[str, Any] | None) -> dict[str, Any]:
-        """Store a new conversation and return its object.
-
-        Raises:
-          Problem: 413, it is larger than the store.
-        """
-        conversation_id = new_id("conv_")
-        fields = {"id": conversation_id, "object": "conversation"}
-        fields |= {"created_at": int(time.time()), "metadata": metadata or {}}
-        made = StoredConversation(data := msgspec.json.encode(fields), size=len(data))
-        new = new_items(items)
-        self._check_size(made.size, new)
-        with self._lock:
-            self._stored[conversation_id] = made
-            self.size += made.size
-            self.append(conversation_id, new)
-        return fields
-
-    def get(self, conversation_id: str) -> bytes:
-        """Return the object of a conversation, as JSON.
-
-        Raises:
-          Problem: 404, it is not stored.
-        """
-        return self._find(conversation_id).fields
-
-    def items(self, conversation_id: str) -> list[StoredItem]:
-        """Return the items of a conversation, the oldest first.
-
-        Raises:
-          Problem: 404, it is not stored.
-        """
-        return list(self._find(conversation_id).items)
-
-    def extend(self, conversation_id: str, items: Sequence[Item]) -> list[StoredItem]:
-        """Add items; return their ids and JSON.
-
-        Raises:
-          Problem: 404, the conversation is not stored; 413, it would be larger than the store.
-        """
-        new = new_items(items)
-        with self._lock:
-            self.check_room(conversation_id, new)
-            self.append(conversation_id, new)
-        return new
-
-    def append(self, conversation_id: str, new: Sequence[StoredItem]) -> None:
-        """Add items of `new_items`; does nothing if the conversation is gone or would be full."""
-        added = sum(len(data) for _, data in new)
-        with self._lock:
-            stored = self._stored.get(conversation_id)
-            if stored is None or stored.size + added > self._max_bytes:
-                return
-            self._stored[conversation_id] = self._stored.pop(conversation_id)
-            stored.items += new
-            stored.size += added
-            self.size += added
-            while self.size > self._max_bytes:
-                self.delete(next(iter(self._stored)))
-
-    def delete(self, conversation_id: str) -> None:
-        """Remove a conversation.
-
-        Raises:
-          Problem: 404, it is not stored.
-        """
-        with self._lock:
-            self.size -= self._find(conversation_id).size
-            del self._stored[conversation_id]
-
-    def check_room(self, conversation_id: str, new: Sequence[StoredItem]) -> None:
-        """Refuse items for which a conversation has no room; raises as `extend` does."""
-        self._check_size(self._find(conversation_id).size, new)
-
-    def _check_size(self, size: int, new: Sequence[StoredItem]) -> None:
-        whole = size + sum(len(data) for _, data in new)
-        if whole > self._max_bytes:
-            raise Problem(
-                f"the conversation would have {whole} bytes; at most {self._max_bytes} are kept:"
-                " start a new conversation",
-                status=413,
-                param="items",
-                code="conversation_full",
-            )
-
-    def _find(self, conversation_id: str) -> StoredConversation:
-        stored = self._stored.get(conversation_id)
-        if stored is None:
-            raise Problem(
-                f"the conversation {conversation_id[:100]!r} is not kept here; create one by POST"
-                " /v1/conversations, or send the whole input",
-                status=404,
-                param="conversation",
-                code="conversation_not_found",
-            )
-        return stored
-
-
-MOST_BYTES = 2**25  # of the responses of one owner, and of its conversations
-MOST_TOTAL = 2**28  # of the responses of all owners, and of their conversations
-encode, decode = msgspec.json.encode, msgspec.json.decode
+# Bounds in bytes that responses and conversations have, each of their own.
+MOST_BYTES = 2**25  # of one owner
+MOST_TOTAL = 2**28  # of all owners together
+encode = msgspec.json.encode
+decode = msgspec.json.decode
 
 
 class StoredResponse(NamedTuple):
-    """A response and its conversation, as JSON: Python objects take up to 20 times the memory."""
+    """A response and its conversation, as JSON: Python objects take up to 20 times the memory.
 
-    items: list[bytes]  # input and output items; shared with the responses before it
+    Attributes:
+      items: input and output items, which are shared with the responses before it.
+      response: the response as it was sent.
+      item_ids: ids of the output items.
+    """
+
+    items: list[bytes]
     response: bytes
-    item_ids: list[str]  # of the output items
+    item_ids: list[str]
 
     @property
     def size(self) -> int:
@@ -173,7 +39,9 @@ class StoredResponse(NamedTuple):
 def _is_reference(item: Item) -> bool:
     """Return whether an input item names a stored one: its type may be left out."""
     kind = item.get("type")
-    return kind == "item_reference" or (kind is None and {"id"} == item.keys() - {"type"})
+    if kind is None:
+        return item.keys() - {"type"} == {"id"}
+    return kind == "item_reference"
 
 
 class ResponseStore:
@@ -187,13 +55,15 @@ class ResponseStore:
       max_input: returns the limit in bytes for what one request refers to.
 
     Attributes:
-      conversations: what `conversation` of a request refers to.
+      conversations: conversations that requests continue by their field `conversation`.
     """
 
     def __init__(
         self, max_bytes: int = MOST_BYTES, max_input: Callable[[], int] = lambda: MOST_BYTES
     ):
-        self._max_bytes, self._max_input, self._size = max_bytes, max_input, 0
+        self._max_bytes = max_bytes
+        self._max_input = max_input
+        self._size = 0
         self._lock = threading.RLock()
         self._stored: dict[str, StoredResponse] = {}  # by response id
         self._items: dict[str, bytes] = {}  # output items, by their ids
@@ -209,10 +79,11 @@ class ResponseStore:
         """Bytes of JSON of all responses and conversations."""
         return self._size + self.conversations.size
 
-    def put(self, response: dict[str, Any], given: Iterable[bytes]) -> None:
-        """Store a response and its input items; one that is larger than the store is not kept."""
+    def put(self, response: dict[str, Any], input_items: Iterable[bytes]) -> None:
+        """Store a response and its input items, unless it is larger than the store."""
         output = {item["id"]: encode(item) for item in response["output"]}
-        stored = StoredResponse([*given, *output.values()], encode(response), list(output))
+        items = [*input_items, *output.values()]
+        stored = StoredResponse(items, encode(response), list(output))
         if stored.size > self._max_bytes:
             return
         with self._lock:
@@ -271,26 +142,29 @@ class ResponseStore:
           Problem: a response or item is not stored, or the request refers to too much.
         """
         with self._lock:
-            before = self._before(previous, conversation)
-            referenced = {
-                at: self._referenced(str(item.get("id")), f"input[{at}]")
-                for at, item in enumerate(items)
-                if _is_reference(item)
-            }
-        pulled = [*before, *referenced.values()]
-        self._check_input(pulled, len(before) + len(items))
-        decoded = {data: decode(data) for data in set(pulled)}  # each once
-        given = [decoded[referenced[at]] if at in referenced else x for at, x in enumerate(items)]
-        turn = RequestTurn(self, [*(decoded[data] for data in before), *given], conversation, keep)
+            earlier = self._earlier_items(previous, conversation)
+            referenced: dict[int, bytes] = {}  # JSON of items that others refer to, by place
+            for at, item in enumerate(items):
+                if _is_reference(item):
+                    referenced[at] = self._referenced(str(item.get("id")), f"input[{at}]")
+        stored = [*earlier, *referenced.values()]
+        self._check_input(stored, len(earlier) + len(items))
+        decoded = {data: decode(data) for data in set(stored)}  # each once
+        new = list(items)
+        for at, data in referenced.items():
+            new[at] = decoded[data]
+        turn = RequestTurn(self, [*(decoded[data] for data in earlier), *new], conversation, keep)
         if keep or conversation:
-            new = [referenced[at] if at in referenced else encode(x) for at, x in enumerate(items)]
-            turn.stored = [*before, *new]
-            turn.new = new_items(given) if conversation else []
+            turn.stored = list(earlier)
+            for at, item in enumerate(items):
+                turn.stored.append(referenced[at] if at in referenced else encode(item))
         if conversation:
+            turn.new = new_items(new)
             self.conversations.check_room(conversation, turn.new)
         return turn
 
-    def _before(self, previous: str | None, conversation: str | None) -> list[bytes]:
+    def _earlier_items(self, previous: str | None, conversation: str | None) -> list[bytes]:
+        """Return the items that a request follows."""
         if previous and previous not in self._stored:
             raise Problem(
                 f"the response {previous!r} is not kept here; send the whole input",
@@ -310,18 +184,19 @@ class ResponseStore:
             )
         return self._items[item_id]
 
-    def _check_input(self, pulled: Sequence[bytes], count: int) -> None:
+    def _check_input(self, stored: Sequence[bytes], count: int) -> None:
         """Refuse a request that refers to more than a body may have.
 
         Args:
-          pulled: the items that it refers to, repeated ones as often as they are.
+          stored: the items that the request refers to, each as often as it does.
           count: number of all input items.
         """
-        size, most = sum(map(len, pulled)), self._max_input()
-        if size > most:
+        size = sum(map(len, stored))
+        max_input = self._max_input()
+        if size > max_input:
             raise Problem(
-                f"the request refers to stored items of {size} bytes; at most {most} are read, as"
-                " in a body: start a new conversation, or the server with a larger --max-body",
+                f"the request refers to stored items of {size} bytes; at most {max_input} are read,"
+                " as in a body: start a new conversation, or the server with a larger --max-body",
                 param="input",
                 code="stored_input_too_large",
             )
@@ -332,9 +207,9 @@ class RequestTurn:
     """The input of a request, and where its response is recorded.
 
     Attributes:
-      items: the input items with everything before them, and references resolved.
+      items: the input items after everything before them, with the items that they refer to.
       stored: the same as JSON, if the response is recorded.
-      new: the items to add to the conversation, by id.
+      new: the items to add to the conversation, with their ids.
     """
 
     def __init__(
@@ -343,7 +218,9 @@ class RequestTurn:
         self.items = items
         self.stored: list[bytes] = []
         self.new: list[StoredItem] = []
-        self._store, self._conversation, self._keep = store, conversation, keep
+        self._store = store
+        self._conversation = conversation
+        self._keep = keep
 
     def record(self, response: dict[str, Any]) -> None:
         """Store the finished response, and extend its conversation."""
@@ -358,7 +235,7 @@ class ResponseStores:
     """A store for each owner of API keys: nobody sees, continues or evicts what others keep.
 
     Args:
-      max_input: as in `ResponseStore`.
+      max_input: returns the limit in bytes for what one request refers to.
     """
 
     def __init__(self, max_input: Callable[[], int]):

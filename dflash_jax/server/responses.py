@@ -1,11 +1,13 @@
 """OpenAI's /v1/responses: request decoding, responses and stream events."""
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import CommonFields, common_arguments, reasoning_options
+from dflash_jax.server.fields import CommonFields, common_arguments
+from dflash_jax.server.freeform import FreeformInput
 from dflash_jax.server.generation import Generation
+from dflash_jax.server.logprobs import chat_logprobs
 from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.protocol import (
     NO_LIMIT,
@@ -15,17 +17,18 @@ from dflash_jax.server.protocol import (
     decode,
     new_id,
 )
+from dflash_jax.server.reasoning import reasoning_options
 from dflash_jax.server.reply import Reply, ReplyPart
-from dflash_jax.server.response_store import ResponseStore
-from dflash_jax.server.tools import (
-    CLIENT_TYPES,
-    FreeformInput,
-    freeform_input,
-    responses_choice,
-    responses_tools,
-    tool_arguments,
+from dflash_jax.server.response_items import (
+    CALL_PREFIXES,
+    call_item,
+    is_call,
+    message_item,
+    reasoning_item,
 )
-from dflash_jax.server.writer import ResponseWriter, chat_logprobs, responses_usage, sse_event
+from dflash_jax.server.response_store import ResponseStore
+from dflash_jax.server.tools import CLIENT_TYPES, responses_choice, responses_tools, tool_arguments
+from dflash_jax.server.writer import ResponseWriter, responses_usage, sse_event
 from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
@@ -34,8 +37,8 @@ from dflash_jax.tool_parsers.calls import (
     ToolCallEnd,
     ToolCallStart,
 )
-from dflash_jax.tool_parsers.tool_schema import parse_json
 
+# Fields that the response adds to the tools that it repeats, by their type.
 ECHOED_DEFAULTS = {"function": {"strict": False}, "namespace": {"description": ""}}
 LOGPROBS = "message.output_text.logprobs"  # an entry of `include`
 
@@ -69,7 +72,12 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     """Return the request of a body.
 
     Args:
-      store: responses that the request may refer to. Its own is added unless `store` is false.
+      store: responses that the request may refer to. Its own response is added unless the field
+        `store` is false.
+
+    Raises:
+      Problem: 400, the body is not such a request, or asks for something unsupported; 404, it
+        refers to what is not stored.
     """
     store = store or ResponseStore()
     parsed, unread = decode(body, ResponsesRequest)
@@ -81,67 +89,78 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     items = parsed.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    conversation, keep = _conversation(parsed), parsed.store is not False
+    conversation = _conversation(parsed)
+    keep = parsed.store is not False
     turn = store.begin_turn(
         items, previous=parsed.previous_response_id, conversation=conversation, keep=keep
     )
     text = parsed.text or {}
-    common = common_arguments(parsed, unread, text.get("format"), "text.format")
-    warnings = list(common["warnings"])
+    arguments = common_arguments(parsed, unread, text.get("format"), "text.format")
+    warnings = list(arguments["warnings"])
     if parsed.truncation == "auto":
         warnings.append("truncation was ignored: an input that is too long is refused")
     if text.get("verbosity"):
         warnings.append("text.verbosity was ignored")
-    given = responses_tools(parsed.tools)
-    wanted = responses_choice(parsed.tool_choice, given)
-    tools = tool_arguments(given, wanted)
-    warnings += given.warnings
+    declared = responses_tools(parsed.tools)
+    choice = responses_choice(parsed.tool_choice, declared)
+    arguments |= tool_arguments(declared, choice)
+    warnings += declared.warnings
     messages = messages_from_responses(parsed.instructions, turn.items, warnings)
     messages = parse_messages(messages, warnings)
-    template, more = reasoning_options(parsed.chat_template_kwargs, reasoning=parsed.reasoning)
-    warnings += more
-    logprobs = parsed.top_logprobs or LOGPROBS in (parsed.include or ())
+    variables, reasoning_warnings = reasoning_options(
+        parsed.chat_template_kwargs, reasoning=parsed.reasoning
+    )
+    warnings += reasoning_warnings
+    arguments["warnings"] = tuple(warnings)
+    logprobs = None
+    if parsed.top_logprobs or LOGPROBS in (parsed.include or ()):
+        logprobs = parsed.top_logprobs or 0
     return GenerationRequest(
         api="responses",
         messages=messages,
         parallel_tool_calls=parsed.parallel_tool_calls is not False,
-        template_kwargs=template,
+        template_kwargs=variables,
         max_tokens=parsed.max_output_tokens,
-        logprobs=(parsed.top_logprobs or 0) if logprobs else None,
+        logprobs=logprobs,
         echoed_fields=_echoed(parsed),
         store=turn.record if keep or conversation else None,
-        **tools | common | {"warnings": tuple(warnings)},
+        **arguments,
     )
 
 
 def _conversation(parsed: ResponsesRequest) -> str | None:
     """Return the id of the conversation that a request continues, if it names one."""
-    given = parsed.conversation
-    if isinstance(given, dict):
-        given = given.get("id", given)
-    if given is not None and not (given and isinstance(given, str)):
+    conversation = parsed.conversation
+    if isinstance(conversation, dict):
+        conversation = conversation.get("id", conversation)
+    if conversation is None:
+        return None
+    if not (conversation and isinstance(conversation, str)):
         raise Problem(
-            f"conversation is {str(given)[:100]!r}; expected an id, or an object with one",
+            f"conversation is {str(conversation)[:100]!r}; expected an id, or an object with one",
             param="conversation",
         )
-    if given and parsed.previous_response_id:
+    if parsed.previous_response_id:
         raise Problem(
             "conversation and previous_response_id were given; give one of them",
             param="conversation",
         )
-    return given
+    return conversation
 
 
 def _echoed(parsed: ResponsesRequest) -> dict[str, Any]:
     """Return the request fields that the response repeats, with defaults for missing ones."""
-    text, reasoning = parsed.text or {}, parsed.reasoning or {}
+    text = parsed.text or {}
+    reasoning = parsed.reasoning or {}
+    conversation = _conversation(parsed)
     tools = [tool for tool in parsed.tools or [] if tool.get("type") in CLIENT_TYPES]
+    text_options = {key: value for key, value in text.items() if value is not None}
     max_output_tokens = parsed.max_output_tokens
     if max_output_tokens == NO_LIMIT:
         max_output_tokens = None
     return {
         "background": False,
-        "conversation": {"id": id_} if (id_ := _conversation(parsed)) else None,
+        "conversation": None if conversation is None else {"id": conversation},
         "instructions": parsed.instructions,
         "max_output_tokens": max_output_tokens,
         "max_tool_calls": parsed.max_tool_calls,
@@ -153,7 +172,7 @@ def _echoed(parsed: ResponsesRequest) -> dict[str, Any]:
         "safety_identifier": parsed.safety_identifier,
         "service_tier": "default",
         "store": parsed.store is not False,
-        "text": {"format": {"type": "text"}} | {k: v for k, v in text.items() if v is not None},
+        "text": {"format": {"type": "text"}} | text_options,
         "tool_choice": parsed.tool_choice or "auto",
         "tools": [ECHOED_DEFAULTS.get(tool["type"], {}) | tool for tool in tools],
         "truncation": "disabled",
@@ -168,27 +187,30 @@ class ResponsesWriter(ResponseWriter):
 
     def __init__(self, generation: Generation):
         super().__init__(generation)
-        self._sequence = -1
+        self._sequence = -1  # number of the last event
         self._items: list[dict[str, Any]] = []  # finished output items
-        self._item: dict[str, Any] | None = None  # the current item
-        self._text = ""  # of the current item; arguments of a call
-        self._tool = ClientTool("function", "")  # of the current call
-        self._freeform = FreeformInput()  # of the current call
-        self._logprobs: list[dict[str, Any]] = []  # log probabilities of `_text`
+        # The current item, its text, which is JSON for a call, and the text's log probabilities.
+        self._item: dict[str, Any] | None = None
+        self._text = ""
+        self._logprobs: list[dict[str, Any]] = []
+        # The tool of the current call, and the decoder of its text if it takes text.
+        self._tool = ClientTool("function", "")
+        self._freeform = FreeformInput()
 
     def to_json(self) -> dict[str, Any]:
         """Return the response object."""
         [reply] = self.generation.replies
         items: list[dict[str, Any]] = []
         for part in reply.parts or [ReplyPart("content")]:
-            if part.kind == "reasoning":
-                items.append(reasoning_item(new_id("rs_"), part.text))
-            elif part.call is None:
-                items.append(message_item(new_id("msg_"), part.text, self._new_logprobs()))
-            else:
-                tool, call = self._client_tool(part.call.name), part.call
+            call = part.call
+            if call is not None:
+                tool = self._client_tool(call.name)
                 item_id = new_id(CALL_PREFIXES[tool.kind])
                 items.append(call_item(item_id, call.id, tool, call.arguments))
+            elif part.kind == "reasoning":
+                items.append(reasoning_item(new_id("rs_"), part.text))
+            else:
+                items.append(message_item(new_id("msg_"), part.text, self._new_logprobs()))
         if reply.finish_reason == "length" and not is_call(items[-1]):
             items[-1]["status"] = "incomplete"
         return self._ended(items, reply)
@@ -209,8 +231,9 @@ class ResponsesWriter(ResponseWriter):
                     self._text += text
                     logprobs = self._new_logprobs()
                     self._logprobs += logprobs
-                    place = {"content_index": 0, "logprobs": logprobs}
-                    out += self._delta("response.output_text.delta", text, **place)
+                    out += self._delta(
+                        "response.output_text.delta", text, content_index=0, logprobs=logprobs
+                    )
                 case Thinking(text):
                     out += self._enter("reasoning")
                     self._text += text
@@ -230,9 +253,9 @@ class ResponsesWriter(ResponseWriter):
         out = b""
         if not self._items and self._item is None:
             out = self._enter("message")
-        open_call = self._item is not None and is_call(self._item)
-        cut = open_call or reply.finish_reason == "length"
-        out += self._leave("incomplete" if cut else "completed")
+        ends_in_call = self._item is not None and is_call(self._item)
+        is_cut = ends_in_call or reply.finish_reason == "length"
+        out += self._leave("incomplete" if is_cut else "completed")
         response = self._ended(self._items, reply)
         kind = "incomplete" if response["status"] == "incomplete" else "completed"
         return out + self._event(f"response.{kind}", response=response)
@@ -262,23 +285,30 @@ class ResponsesWriter(ResponseWriter):
         """Return a tool as the client declared it; undeclared ones are functions."""
         return self.request.client_tools.get(name, ClientTool("function", name))
 
-    def _enter(self, kind: str) -> bytes:
+    def _enter(self, kind: Literal["message", "reasoning"]) -> bytes:
         """Return the events that start an item, unless one of its kind is open."""
         if self._item is not None and self._item["type"] == kind:
             return b""
         out = self._leave()
-        make, prefix, *rest = BEGINNINGS[kind]
-        item = make(new_id(prefix), *rest, status="in_progress")
+        if kind == "message":
+            item = message_item(new_id("msg_"), "", [], status="in_progress")
+        else:
+            item = reasoning_item(new_id("rs_"), "", status="in_progress")
         out += self._added(item, item | {"content": []})
-        return out + self._place("response.content_part.added", part=item["content"][0])
+        return out + self._part_event("response.content_part.added", part=item["content"][0])
 
     def _enter_call(self, call_id: str, tool: ClientTool) -> bytes:
+        """Return the event that starts a call."""
         item = call_item(new_id(CALL_PREFIXES[tool.kind]), call_id, tool, "", "in_progress")
-        self._tool, self._freeform = tool, FreeformInput()
+        self._tool = tool
+        self._freeform = FreeformInput()
         return self._added(item, item)
 
     def _added(self, item: dict[str, Any], shown: dict[str, Any]) -> bytes:
-        self._item, self._text, self._logprobs = item, "", []
+        """Make an item the current one, and return the event that shows it."""
+        self._item = item
+        self._text = ""
+        self._logprobs = []
         return self._event("response.output_item.added", output_index=len(self._items), item=shown)
 
     def _call_delta(self, arguments: str) -> bytes:
@@ -291,15 +321,17 @@ class ResponsesWriter(ResponseWriter):
                 return self._delta("response.custom_tool_call_input.delta", text)
         return b""
 
-    def _place(self, kind: str, **fields: Any) -> bytes:
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        """Return an event about the current item."""
         assert self._item is not None
-        place = {"item_id": self._item["id"], "output_index": len(self._items)}
-        return self._event(kind, **place, content_index=0, **fields)
+        return self._event(kind, item_id=self._item["id"], output_index=len(self._items), **fields)
+
+    def _part_event(self, kind: str, **fields: Any) -> bytes:
+        """Return an event about the only part of the current item."""
+        return self._item_event(kind, content_index=0, **fields)
 
     def _delta(self, kind: str, text: str, **fields: Any) -> bytes:
-        assert self._item is not None
-        place = {"item_id": self._item["id"], "output_index": len(self._items)}
-        return self._event(kind, **place, delta=text, **fields)
+        return self._item_event(kind, delta=text, **fields)
 
     def _leave(self, status: str | None = None) -> bytes:
         """Return the events that end the current item, if one is open.
@@ -310,18 +342,19 @@ class ResponsesWriter(ResponseWriter):
         """
         if self._item is None:
             return b""
-        item, text = self._item, self._text
+        item = self._item
+        text = self._text
         if status is None:
             status = "incomplete" if is_call(item) else "completed"
         if item["type"] == "message":
             logprobs = self._logprobs + self._new_logprobs()
             item = message_item(item["id"], text, logprobs, status)
-            out = self._place("response.output_text.done", text=text, logprobs=logprobs)
-            out += self._place("response.content_part.done", part=item["content"][0])
+            out = self._part_event("response.output_text.done", text=text, logprobs=logprobs)
+            out += self._part_event("response.content_part.done", part=item["content"][0])
         elif item["type"] == "reasoning":
             item = reasoning_item(item["id"], text, status)
-            out = self._place("response.reasoning_text.done", text=text)
-            out += self._place("response.content_part.done", part=item["content"][0])
+            out = self._part_event("response.reasoning_text.done", text=text)
+            out += self._part_event("response.content_part.done", part=item["content"][0])
         else:
             out, item = self._call_done(item, text or "{}", status)
         out += self._event("response.output_item.done", output_index=len(self._items), item=item)
@@ -333,32 +366,35 @@ class ResponsesWriter(ResponseWriter):
         self, item: dict[str, Any], arguments: str, status: str
     ) -> tuple[bytes, dict[str, Any]]:
         """Return the events that end a call's arguments, and the finished item."""
-        tool, place = self._tool, {"item_id": item["id"], "output_index": len(self._items)}
-        made = call_item(item["id"], item["call_id"], tool, arguments, status)
-        if tool.kind == "function":
-            kind, fields = "response.function_call_arguments.done", {"name": tool.name}
-            return self._event(kind, **place, **fields, arguments=arguments), made
-        if tool.kind != "custom":
-            return b"", made
+        tool = self._tool
+        finished = call_item(item["id"], item["call_id"], tool, arguments, status)
         out = b""
-        if rest := self._freeform.finish(arguments):
-            out = self._event("response.custom_tool_call_input.delta", **place, delta=rest)
-        made["input"] = self._freeform.text
-        return out + self._event(
-            "response.custom_tool_call_input.done", **place, input=made["input"]
-        ), made
+        if tool.kind == "function":
+            kind = "response.function_call_arguments.done"
+            out = self._item_event(kind, name=tool.name, arguments=arguments)
+        elif tool.kind == "custom":
+            rest = self._freeform.finish(arguments)
+            if rest:
+                out = self._delta("response.custom_tool_call_input.delta", rest)
+            text = self._freeform.text
+            finished["input"] = text
+            out += self._item_event("response.custom_tool_call_input.done", input=text)
+        return out, finished
 
     def _ended(self, items: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
         """Return the finished response, and store it unless the request forbids it."""
-        answer = self._response(items, reply)
-        if keep := self.request.store:
-            keep(answer)
-        return answer
+        response = self._response(items, reply)
+        if self.request.store is not None:
+            self.request.store(response)
+        return response
 
     def _response(self, items: list[dict[str, Any]], reply: Reply | None) -> dict[str, Any]:
+        """Return the response object; without a reply, that of a response in progress."""
         request = self.request
-        cut = reply is not None and reply.finish_reason == "length"
-        status = "incomplete" if cut else "completed" if reply else "in_progress"
+        is_cut = reply is not None and reply.finish_reason == "length"
+        status = "in_progress"
+        if reply is not None:
+            status = "incomplete" if is_cut else "completed"
         temperature = self.generation.model.defaults.temperature
         response: dict[str, Any] = {
             "id": self.id,
@@ -367,7 +403,7 @@ class ResponsesWriter(ResponseWriter):
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "model": self._model,
             "output": items,
             "temperature": request.options.get("temperature", temperature),
@@ -378,81 +414,3 @@ class ResponsesWriter(ResponseWriter):
         if reply is None:
             return response
         return response | self._finished_fields(reply)
-
-
-def message_item(
-    item_id: str, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
-) -> dict[str, Any]:
-    """Return an item with the text of an answer."""
-    head = {"id": item_id, "type": "message", "role": "assistant", "status": status}
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-    return head | {"content": [part]}
-
-
-def reasoning_item(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
-    """Return an item with reasoning."""
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
-
-
-def call_item(
-    item_id: str, call_id: str, tool: ClientTool, arguments: str, status: str = "completed"
-) -> dict[str, Any]:
-    """Return an item with a tool call of the kind that the client declared.
-
-    Args:
-      arguments: JSON text; empty where the call begins.
-    """
-    head = {"id": item_id, "type": CALL_TYPES[tool.kind], "call_id": call_id}
-    if tool.kind not in ("function", "custom"):
-        return head | _payload(tool.kind, parse_json(arguments, {})) | {"status": status}
-    head |= {"name": tool.name} | ({"namespace": tool.namespace} if tool.namespace else {})
-    if tool.kind == "custom":
-        return head | {"input": freeform_input(arguments), "status": status}
-    return head | {"arguments": arguments, "status": status}
-
-
-def is_call(item: dict[str, Any]) -> bool:
-    """Return whether an output item is a tool call."""
-    return item["type"] in CALL_TYPES.values()
-
-
-def _payload(kind: str, given: Any) -> dict[str, Any]:
-    """Return the field with what the client is to do, for a call of a built-in tool."""
-    given = given if isinstance(given, dict) else {}
-    if kind == "apply_patch":
-        return {"operation": {"type": "update_file", "path": "", "diff": ""} | given}
-    field, shell = ("commands", []) if kind == "shell" else ("command", ["bash", "-lc"])
-    commands = given.get(field, [])
-    if isinstance(commands, str):
-        commands = [*shell, commands]
-    commands = list(map(str, commands)) if isinstance(commands, list) else []
-    if kind == "shell":
-        rest = {key: given.get(key) for key in ("timeout_ms", "max_output_length")}
-        return {"action": {"commands": commands} | rest}
-    env = given.get("env")
-    env = {k: str(v) for k, v in env.items()} if isinstance(env, dict) else {}
-    rest = {key: given.get(key) for key in ("timeout_ms", "user", "working_directory")}
-    return {"action": {"type": "exec", "command": commands, "env": env} | rest}
-
-
-# By kind of tool: the types of its calls, and the prefixes of their ids.
-CALL_TYPES = {
-    "function": "function_call",
-    "custom": "custom_tool_call",
-    "local_shell": "local_shell_call",
-    "shell": "shell_call",
-    "apply_patch": "apply_patch_call",
-}
-CALL_PREFIXES = {
-    "function": "fc_",
-    "custom": "ctc_",
-    "local_shell": "lsh_",
-    "shell": "sh_",
-    "apply_patch": "apc_",
-}
-# By type of item: its function, the prefix of its id, and the arguments of an empty item.
-BEGINNINGS: dict[str, tuple[Any, ...]] = {
-    "message": (message_item, "msg_", "", []),
-    "reasoning": (reasoning_item, "rs_", ""),
-}

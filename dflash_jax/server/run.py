@@ -14,11 +14,12 @@ from typing import Any
 import uvicorn
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.graph.build import BackgroundCompiler
-from dflash_jax.server import http_connection
+from dflash_jax.graph.background import BackgroundCompiler
+from dflash_jax.server import log_rate, open_connections
 from dflash_jax.server.app import Server
 from dflash_jax.server.engine_thread import Worker
 from dflash_jax.server.errors import shutting_down
+from dflash_jax.server.http_connection import Connection
 from dflash_jax.server.listening import bind
 from dflash_jax.server.served_models import ServedModel, ServerConfig
 
@@ -37,15 +38,17 @@ class _DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, routes: Server, drain: float):
         super().__init__(config)
-        self._connections = http_connection.BoundedConnections(http_connection.most_connections())
-        vars(self)["server_state"] = self._connections  # which uvicorn passes to connections
-        self._routes, self._drain, self._signals = routes, drain, 0
+        self._connections = open_connections.BoundedConnections(open_connections.most_connections())
+        vars(self)["server_state"] = self._connections  # uvicorn passes it to connections
+        self._routes = routes
+        self._drain = drain
+        self._signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, with a longer queue of connections than are accepted at once."""
         await super().startup(sockets)
-        for each in sockets or ():
-            each.listen(http_connection.QUEUED)
+        for listening in sockets or ():
+            listening.listen(open_connections.QUEUED)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for running requests; refuse new ones, and those whose body has not come."""
@@ -68,7 +71,8 @@ class _DrainingServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        loop, handlers = asyncio.get_running_loop(), self._signal_handlers()
+        loop = asyncio.get_running_loop()
+        handlers = self._signal_handlers()
         before = {number: signal.getsignal(number) for number in handlers}
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
@@ -82,13 +86,13 @@ class _DrainingServer(uvicorn.Server):
 
     def _signal_handlers(self) -> dict[int, Callable[[], object]]:
         """Return what signals do: SIGHUP, where there is one, has the keys read again."""
-        found: dict[int, Callable[[], object]] = {
+        handlers: dict[int, Callable[[], object]] = {
             number: functools.partial(self.handle_exit, number, None)
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         if HANGUP is not None:
-            found[HANGUP] = self._routes.reload_keys
-        return found
+            handlers[HANGUP] = self._routes.reload_keys
+        return handlers
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._signals += 1
@@ -99,7 +103,11 @@ class _DrainingServer(uvicorn.Server):
 
 @dataclasses.dataclass(frozen=True)
 class RunningServer:
-    """A server that is listening."""
+    """A server that is listening.
+
+    Attributes:
+      port: the port of its API.
+    """
 
     url: str
     port: int
@@ -117,6 +125,7 @@ async def serve(
     listening: ServerConfig,
     *,
     started: Callable[[RunningServer], None] | None = None,
+    ready: Callable[[], None] | None = None,
     compiler: BackgroundCompiler | None = None,
 ) -> None:
     """Serve until a signal arrives.
@@ -124,33 +133,37 @@ async def serve(
     Args:
       engines: for each model name, a function that loads the engine; called in a thread.
       started: called once the server is listening.
+      ready: called once all models are ready for the first time.
       compiler: compiles the programs of all models; stopped at the end.
 
     Raises:
       RequestError: the address cannot be bound.
       DFlashError: a model could not be loaded.
     """
-    http_connection.limit_logs()
-    asyncio.get_running_loop().set_exception_handler(http_connection.report_loop_error)
+    log_rate.limit_logs()
+    asyncio.get_running_loop().set_exception_handler(log_rate.report_loop_error)
     sockets = bind(listening.host, listening.port)  # first, since loading takes long
-    bound = [listening.host, *(each.getsockname()[0] for each in sockets)]
+    bound = [listening.host]
+    for each in sockets:
+        address, *_ = each.getsockname()
+        bound.append(address)
     metrics_port = None
     if listening.metrics_port is not None:
-        more = bind(listening.host, listening.metrics_port)
-        metrics_port = more[0].getsockname()[1]
-        sockets += more
+        metrics_sockets = bind(listening.host, listening.metrics_port)
+        _, metrics_port, *_ = metrics_sockets[0].getsockname()
+        sockets += metrics_sockets
         log.info("metrics are on %s", f"{url_of(listening.host, metrics_port)}/metrics")
     server = new_server(engines, listening, bound, compiler or BackgroundCompiler(), metrics_port)
     workers = [model.worker for model in server.models]
     config = uvicorn.Config(
         server.app,
         host=listening.host,
-        http=http_connection.Connection,
+        http=Connection,
         ws="none",
         h11_max_incomplete_event_size=64 * 1024,
         loop="asyncio",
         lifespan="off",
-        backlog=http_connection.ACCEPTED_AT_ONCE,
+        backlog=open_connections.ACCEPTED_AT_ONCE,
         timeout_keep_alive=75,  # longer than clients reuse idle connections
         log_config=None,
         log_level="warning",
@@ -159,7 +172,7 @@ async def serve(
     )
     runner = _DrainingServer(config, server, listening.drain)
     watch = asyncio.ensure_future(_watch(runner, workers))
-    announce = asyncio.ensure_future(_announce(runner, server, started))
+    announce = asyncio.ensure_future(_announce(runner, server, started, ready))
     try:
         await runner.serve(sockets)
     finally:
@@ -204,23 +217,29 @@ async def _watch(runner: uvicorn.Server, workers: Sequence[Worker]) -> None:
 
 
 async def _announce(
-    runner: _DrainingServer, server: Server, started: Callable[[RunningServer], None] | None
+    runner: _DrainingServer,
+    server: Server,
+    started: Callable[[RunningServer], None] | None,
+    ready: Callable[[], None] | None,
 ) -> None:
     while not runner.started:
         await asyncio.sleep(0.01)
     loop = asyncio.get_running_loop()
-    port = runner.servers[0].sockets[0].getsockname()[1]
+    _, port, *_ = runner.servers[0].sockets[0].getsockname()
     url = url_of(runner.config.host, port)
     log.info("listening on %s", url)
     if started:
-        stop = functools.partial(runner.handle_exit, signal.SIGTERM, None)
-        started(
-            RunningServer(url, port, server, functools.partial(loop.call_soon_threadsafe, stop))
-        )
+        terminate = functools.partial(runner.handle_exit, signal.SIGTERM, None)
+        stop = functools.partial(loop.call_soon_threadsafe, terminate)
+        started(RunningServer(url, port, server, stop))
     await asyncio.gather(*(model.worker.ready.wait() for model in server.models))
+    if ready:
+        ready()
     log.info("ready: %s serves %s", url, ", ".join(model.name for model in server.models))
 
 
 def url_of(host: str, port: int) -> str:
     """Return the URL of a host and port; IPv6 addresses are put in brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:{port}"

@@ -8,81 +8,46 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF, Recovery
+from dflash_jax.serve_options import ServeOptions
 from dflash_jax.server.engine_thread import Warm, Worker
 from dflash_jax.server.errors import not_ready
 from dflash_jax.server.keys import ApiKey
-from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem
+from dflash_jax.server.tool_turns import ToolTurnCache
 from dflash_jax.tool_parsers import Syntax, syntax_of
 
-STALLED_S = 120.0  # seconds of one step, after which health checks fail; steps take less than one
+STALLED_S = 120.0  # seconds after which a step fails health checks; steps take less than a second
 ANY = "any"
 LONGEST_NAME = 512  # characters; responses repeat the name in every chunk
 NO_NAME = (None, "", ANY, "dummy")  # Hugging Face's client sends "dummy" for none
 
 
 def answer_name(name: str, asked: str | None) -> str:
-    """Return a model's name in a response: the one that the request used, if it named a model."""
-    return name if asked is None or asked in NO_NAME else asked
+    """Return a model's name in a response: the name in the request, if it named a model."""
+    if asked is None or asked in NO_NAME:
+        return name
+    return asked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Configuration of a server, of its handling of requests, and values that requests leave out.
+class ServerConfig(ServeOptions):
+    """Options of a server, with the keys and rules that they name.
 
     Attributes:
-      port: 0 for a free one.
-      metrics_port: of probes and metrics, without keys; None for the same as all else.
-      drain: seconds after SIGTERM in which running requests may finish.
-      warm: programs to compile before the server is ready, see `Worker`.
       api_keys: accepted keys; if empty, no key is needed.
-      read_keys: reads them again; None where they stay as they are.
-      share_prefixes: let requests of all keys use one prefix cache; otherwise a key's requests use
-        prefixes of that key's requests only, and cannot find out those of others.
-      max_body: limit of request bodies in bytes; None derives it from the longest context of the
-        models.
-      max_bodies: limit of all bodies together that are held at a time, in bytes; None takes
-        256 MiB, or four times `max_body` if that is more.
-      timeout: seconds after which outputs end with the tokens generated so far; requests may set a
-        shorter one.
-      compile_wait: seconds after which a request that is not streamed is refused if its programs
-        are still being compiled. Proxies commonly time out after 60.
+      read_keys: reads the keys again; None where they stay as they are.
       keepalive: seconds without output after which a stream gets a comment.
-      metrics: include the statistics of `return_metrics` and `timings_per_token` in all responses.
-      cors: origins whose pages may use the server, or "*" for any.
-      allowed_hosts: additional hosts to accept, see `access.allowed_hosts`.
-      ui: serve the web page at `/`.
-      aliases: further names of models, see `ServedModels`.
-      any_name: answer requests for models of any name.
-      max_tokens: of requests that leave it out; 0 for all that fits.
-      temperature: of requests that leave it out.
-      recovery: rules for requests without tools.
-      with_tools: recovery rules for requests with tools.
+      plain_recovery: rules for requests without tools.
+      tool_recovery: rules for requests with tools.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    metrics_port: int | None = None
-    drain: float = 30.0
+    # Without a command, programs compile once they are needed.
     warm: Warm = "none"
     api_keys: tuple[ApiKey, ...] = ()
     read_keys: Callable[[], tuple[ApiKey, ...]] | None = None
-    share_prefixes: bool = False
-    max_body: int | None = None
-    max_bodies: int | None = None
-    timeout: float | None = 600.0
-    compile_wait: float = 50.0
     keepalive: float = 15.0
-    metrics: bool = False
-    cors: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    ui: bool = True
-    aliases: tuple[tuple[str, str], ...] = ()
-    any_name: bool = False
-    max_tokens: int = 0
-    temperature: float = 0.0
-    recovery: Recovery = OFF
-    with_tools: Recovery = OFF
+    plain_recovery: Recovery = OFF
+    tool_recovery: Recovery = OFF
 
 
 @dataclasses.dataclass
@@ -114,8 +79,10 @@ class ServedModel:
                 f"the engine stopped: {self.worker.error}", status=500, code="engine_failed"
             )
         engine = self.worker.engine
-        if engine is None or not self.worker.ready.is_set():
-            raise not_ready(engine.core.runner.compiled if engine else None, self.worker.first)
+        if engine is None:
+            raise not_ready(None, self.worker.first)
+        if not self.worker.ready.is_set():
+            raise not_ready(engine.core.runner.compiled, self.worker.first)
         return engine
 
     def check_turns(self) -> None:
@@ -136,11 +103,11 @@ class ServedModel:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Return a hash of weights, configurations and the plan fields that affect numerics."""
-        engine, plan = self.engine, self.engine.plan
-        numbers = plan.dtype, plan.block, plan.chunk, plan.exact
-        digest = hashlib.sha256(
-            repr((engine.graph.config, engine.graph.drafter_config, numbers)).encode()
-        )
+        engine = self.engine
+        plan = engine.plan
+        numerics = (plan.dtype, plan.block, plan.chunk, plan.exact)
+        described = (engine.graph.config, engine.graph.drafter_config, numerics)
+        digest = hashlib.sha256(repr(described).encode())
         digest.update(engine.core.runner.executor.digest)
         return f"fp_{digest.hexdigest()[:12]}"
 
@@ -188,13 +155,15 @@ class ServedModels:
           Problem: 404, there is no such model.
         """
         by_name = {model.name: model for model in self}
-        if model := by_name.get(name or "", by_name.get(self._aliases.get(name or "", ""))):
-            return model
-        long = name is not None and len(name) > LONGEST_NAME
-        if name in NO_NAME or (self._any_name and not long):
-            return max(self, key=lambda m: m.last_used_ms)
+        asked = name or ""
+        for known in (asked, self._aliases.get(asked)):
+            if known in by_name:
+                return by_name[known]
+        takes_any = self._any_name and len(asked) <= LONGEST_NAME
+        if name in NO_NAME or takes_any:
+            return max(self, key=lambda model: model.last_used_ms)
         raise Problem(
-            f"there is no model {(name or '')[:LONGEST_NAME]!r}; loaded are"
+            f"there is no model {asked[:LONGEST_NAME]!r}; loaded are"
             f" {', '.join(self.names)}, and {ANY!r} takes the last used; `dflash-jax serve`"
             " gives a model further names by --alias NAME=MODEL, and takes every name with"
             " --serve-any-name",

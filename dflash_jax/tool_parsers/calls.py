@@ -83,7 +83,8 @@ def calls_of(events: Iterable[Event]) -> list[tuple[str, str, bool]]:
     for event in events:
         match event:
             case ToolCallStart(index, name):
-                names[index], arguments[index] = name, ""
+                names[index] = name
+                arguments[index] = ""
             case ToolCallDelta(index, text):
                 arguments[index] += text
             case ToolCallEnd(index):
@@ -93,7 +94,8 @@ def calls_of(events: Iterable[Event]) -> list[tuple[str, str, bool]]:
 
 ARGUMENTS = ("arguments", "parameters")
 BEFORE_NAME = ("type", "id", *ARGUMENTS)  # keys of an object without tags before its name
-NAME = re.compile(r"[\w.:/-]{1,128}")  # of an undeclared tool
+NAME = re.compile(r"[\w.:/-]{1,128}")  # name of an undeclared tool
+LANGUAGE = re.compile(r"[ \t]*[\w+-]*[ \t\r]*")  # after the opening of a code fence
 
 
 class CallParser:
@@ -116,9 +118,11 @@ class CallParser:
         emit: Callable[[Event], None], *, allow_undeclared: bool = True,
     ):  # fmt: skip
         self._opens = syntax.opens if syntax else ()
-        self._tools, self._text, self._emit_event = tools, text, emit
+        self._tools = tools
+        self._text = text
+        self._emit_event = emit
         self._allow_undeclared = allow_undeclared
-        self._pending: list[Event] | None = None  # of a call of an undeclared tool
+        self._pending: list[Event] | None = None  # events of a call of an undeclared tool
         self.count = 0
         self.begun = self.certain = self.empty = False
         self.undeclared: list[str] = []
@@ -173,6 +177,40 @@ class CallParser:
         self._emit_arguments("".join(pieces).strip())
         self._end_call()
 
+    def fenced(self) -> ParseSteps:
+        """Parse a code fence that holds calls of declared tools and nothing else.
+
+        There is one object, one after another, a list of them, or each between tags. The closing
+        fence may be missing at the end of the output.
+        """
+        text = self._text
+        self._reset(certain=False)
+        yield from text.expect(malformed_calls.FENCE)
+        if not LANGUAGE.fullmatch((yield from text.until("\n"))):
+            raise NotACall
+        if listed := (yield from text.peek()) == "[":
+            yield from text.expect("[")
+        following = ","
+        while following != "]":
+            self._reset(certain=False)
+            tagged = (yield from text.peek()) == "<"
+            if tagged:
+                yield from text.expect("<tool_call>")
+            yield from self._json(bare=True, declared=True)
+            if tagged:
+                yield from text.expect("</tool_call>")
+            if listed:
+                following = yield from text.one_of(",", "]")
+                continue
+            while not text.buffer.strip() and not text.ended:
+                yield
+            if not text.buffer.strip() or (yield from text.peek()) not in "{<":
+                break
+        while not text.buffer.strip() and not text.ended:
+            yield
+        if text.buffer.strip():
+            yield from text.expect(malformed_calls.FENCE)
+
     def harmony(self, name: str) -> ParseSteps:
         """Parse the arguments of a call whose header contained the tool's name.
 
@@ -198,7 +236,9 @@ class CallParser:
         """
         text = self._text
         held = ""  # arguments that came before the name
-        named = given = nested = False
+        named = False  # whether the name was parsed
+        has_arguments = False
+        nested = False  # inside a `function` object
         yield from text.expect("{")
         while True:
             key = yield from text.string()
@@ -218,9 +258,9 @@ class CallParser:
                     return
                 self._start_call(name)
                 self._emit_arguments(held)
-            elif key in ARGUMENTS and not given:
+            elif key in ARGUMENTS and not has_arguments:
                 pieces: list[str] = []
-                given = True
+                has_arguments = True
                 yield from text.value(self._emit_arguments if named else pieces.append)
                 held += "".join(pieces)
             elif bare and not named and key not in BEFORE_NAME:
@@ -235,7 +275,7 @@ class CallParser:
                 break
         if not named:
             raise NotACall
-        if not given:
+        if not has_arguments:
             self._emit_arguments("{}")
         self._end_call()
 
@@ -322,24 +362,25 @@ class CallParser:
     def _parameters(self, name: str, ends: tuple[str, ...]) -> ParseSteps:
         """Parse parameter blocks, and one of the ends."""
         text = self._text
-        given: list[str] = []
+        parsed: list[str] = []
         while (yield from text.one_of("<parameter=", *ends)) == "<parameter=":
-            given.append((yield from text.until(">")).strip())
-            raw = yield from self._parameter(self._tools.get(name), given, ends)
-            self._emit_parameter("{" if len(given) == 1 else ", ", name, given[-1], raw)
-        self._emit_arguments("}" if given else "{}")
+            parsed.append((yield from text.until(">")).strip())
+            raw = yield from self._parameter(self._tools.get(name), parsed, ends)
+            self._emit_parameter("{" if len(parsed) == 1 else ", ", name, parsed[-1], raw)
+        self._emit_arguments("}" if parsed else "{}")
         self._end_call()
 
     def _parameter(
-        self, tool: Tool | None, given: list[str], ends: tuple[str, ...]
+        self, tool: Tool | None, parsed: list[str], ends: tuple[str, ...]
     ) -> Generator[None, None, str]:
         """Parse a parameter's value, whose closing tag may be missing (see `implied_end`)."""
-        text, start = self._text, 0
+        text = self._text
+        start = 0
         while True:
             buffer = text.buffer
             closed = buffer.find("</parameter>", start)
             at = malformed_calls.implied_end(
-                buffer, start, tool, given, ends, ended=text.ended, closed=closed
+                buffer, start, tool, parsed, ends, ended=text.ended, closed=closed
             )
             if at is not None:
                 return text.take(at)
@@ -369,7 +410,8 @@ class CallParser:
 
     def _pairs(self, name: str, between: str, end: str) -> ParseSteps:
         """Parse keys and values in Gemma's notation, and the end."""
-        text, tool = self._text, self._tools.get(name)
+        text = self._text
+        tool = self._tools.get(name)
         lead = "{"
         while (yield from text.peek()) != end:
             key = yield from text.key(between)
@@ -391,7 +433,10 @@ class CallParser:
     # -- events -------------------------------------------------------------------------------
 
     def _reset(self, *, certain: bool) -> None:
-        self.begun, self.certain, self.empty, self._pending = False, certain, False, None
+        self.begun = False
+        self.certain = certain
+        self.empty = False
+        self._pending = None
 
     def _start_call(self, name: str) -> None:
         """Emit the start of a call; raises NotACall if no tool can have this name."""
@@ -407,13 +452,15 @@ class CallParser:
             self._pending.append(event)
             return
         self._emit_event(event)
-        self.count += not self.begun
+        if not self.begun:
+            self.count += 1
         self.begun = True
 
     def _emit_arguments(self, text: str) -> None:
         if text:  # lone surrogates cannot be sent, and become JSON escapes
             text = text.encode("utf-8", "backslashreplace").decode()
-            self._emit(ToolCallDelta(self.count - self.begun, text))
+            index = self.count - 1 if self.begun else self.count
+            self._emit(ToolCallDelta(index, text))
 
     def _emit_parameter(self, lead: str, name: str, key: str, raw: str) -> None:
         """Emit a parameter that was written as text; a newline on each side is markup."""

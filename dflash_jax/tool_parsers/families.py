@@ -35,6 +35,11 @@ QWEN_THOUGHT = Thought("<think>", "</think>", "\n</think>\n\n")
 # {"name": "NAME", "arguments": {"KEY": value}}
 # </tool_call>
 
+HERMES_CALLS = json_calls(
+    lambda name: f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ',
+    "}\n</tool_call>",
+    lead="\n",
+)
 HERMES = Syntax(
     name="hermes",
     thought=QWEN_THOUGHT,
@@ -43,11 +48,9 @@ HERMES = Syntax(
     lead="\n",
     marker="<tool_call>",
     template_mark="<tool_call>",
-    **json_calls(
-        lambda name: f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ',
-        "}\n</tool_call>",
-        lead="\n",
-    ),
+    begin=HERMES_CALLS.begin,
+    render=HERMES_CALLS.render,
+    grammar=HERMES_CALLS.grammar,
 )
 
 
@@ -70,6 +73,9 @@ def _llama_state(syntax: Syntax, text: str) -> CallState:
     return CallState.COMPLETE
 
 
+LLAMA_CALLS = json_calls(
+    lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}", lead="\n"
+)
 LLAMA = Syntax(
     name="llama",
     thought=None,
@@ -80,7 +86,9 @@ LLAMA = Syntax(
     template_mark="<|start_header_id|>",
     parallel=False,
     read_state=_llama_state,
-    **json_calls(lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}", lead="\n"),
+    begin=LLAMA_CALLS.begin,
+    render=LLAMA_CALLS.render,
+    grammar=LLAMA_CALLS.grammar,
 )
 
 
@@ -121,6 +129,9 @@ def _harmony_grammar(tool: Tool, quote: Quote) -> Rule:
     return Rule(f"{quote(_harmony_header(tool.name))} {all_arguments(tool)}")
 
 
+HARMONY_CALLS = json_calls(
+    lambda name: ASSISTANT + _harmony_header(name), "<|call|>", lead="<|end|>"
+)
 HARMONY = Syntax(
     name="harmony",
     thought=Thought("<|channel|>analysis<|message|>", "<|end|>", f"<|end|>{ASSISTANT}{FINAL}"),
@@ -134,8 +145,9 @@ HARMONY = Syntax(
     channels=(f"{ASSISTANT}{FINAL}<|end|><|call|>",),
     before_answer=ASSISTANT,
     answer_header=FINAL,
-    **json_calls(lambda name: ASSISTANT + _harmony_header(name), "<|call|>", lead="<|end|>")
-    | {"grammar": _harmony_grammar},
+    begin=HARMONY_CALLS.begin,
+    render=HARMONY_CALLS.render,
+    grammar=_harmony_grammar,
 )
 
 
@@ -162,7 +174,8 @@ def value_text(value: Any) -> str:
 
 
 def _gemma_begin(name: str, parameter: str | None) -> str:
-    return f"<|tool_call>call:{name}{{" + (f"{parameter}:" if parameter else "")
+    head = f"<|tool_call>call:{name}{{"
+    return f"{head}{parameter}:" if parameter else head
 
 
 def _gemma_render(name: str, arguments: Mapping[str, Any]) -> str:
@@ -248,7 +261,8 @@ GEMMA4 = Syntax(
 
 
 def _qwen_begin(name: str, parameter: str | None) -> str:
-    return f"\n<function={name}>\n" + (f"<parameter={parameter}>\n" if parameter else "")
+    head = f"\n<function={name}>\n"
+    return f"{head}<parameter={parameter}>\n" if parameter else head
 
 
 def _qwen_render(name: str, arguments: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dflash_jax.tool_parsers.syntax import Quote, Syntax
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
-MOST_CALLS = 64  # of one output
+MOST_CALLS = 64  # calls of one output
 
 
 def call_grammar(
@@ -76,12 +76,15 @@ def _thought(
     """Return the start of an output that may be reasoning, and the rules that it refers to."""
     if syntax.thought is None or not (thinking or thoughts):
         return "", THOUGHT if syntax.thought else []
-    opening, closing = quote(syntax.thought.opening), quote(syntax.thought.closing)
+    opening = quote(syntax.thought.opening)
+    closing = quote(syntax.thought.closing)
     after = quote(syntax.before_answer) or "BLANK"
     if closing.startswith('"'):  # no token of its own: reasoning ends with the first such text
-        rules, body = [f"thought[suffix={closing}]: /(.|\\n)*/"], f"thought {after}"
+        rules = [f"thought[suffix={closing}]: /(.|\\n)*/"]
+        body = f"thought {after}"
     else:
-        rules, body = [], f"TEXT {closing} {after}"
+        rules = []
+        body = f"TEXT {closing} {after}"
     return body if thinking else f"({opening} {body})?", [*rules, *THOUGHT]
 
 

@@ -47,7 +47,9 @@ class Automaton:
 def automaton(texts: tuple[str, ...]) -> Automaton:
     """Return the automaton of these strings, none of which is empty."""
     following: list[dict[str, int]] = [{}]
-    fail, depth, longest = [0], [0], [0]
+    fail = [0]
+    depth = [0]
+    longest = [0]
     for text in texts:
         state = 0
         for character in text:
@@ -83,7 +85,7 @@ class Stops:
 
     def __init__(self, texts: Sequence[str] = ()):
         self._texts = tuple(texts)
-        self._state = 0  # of the automaton, after `held`
+        self._state = 0  # state of the automaton after `held`
         self.held = ""
         self.found: str | None = None
 
@@ -93,13 +95,17 @@ class Stops:
             return new
         if self.found is not None:
             return ""
-        strings, state = automaton(self._texts), self._state
+        strings = automaton(self._texts)
+        state = self._state
         pending = self.held + new
-        start = length = -1  # of the match that starts first; the shorter of two that start there
+        # Of all matches the one that starts first, and the shorter of two that start there.
+        start = -1
+        length = -1
         for end, character in enumerate(new, len(self.held) + 1):
             state = strings.step(state, character)
             if (size := strings.longest[state]) and (start < 0 or end - size < start):
-                start, length = end - size, size
+                start = end - size
+                length = size
         self._state = state
         if start >= 0:
             self.found = pending[start : start + length]
@@ -117,10 +123,14 @@ class Stops:
         """
         if self.found is not None:
             return ""
-        held, pending, self._state = self.held, self.held + markup, 0
-        texts = [s for s in self._texts if markup and s.endswith(markup)]
-        matches = [(at, s) for s in texts if (at := pending.find(s)) >= 0]
-        at, self.found = min(matches) if matches else (len(pending), None)
+        held = self.held
+        pending = held + markup
+        self._state = 0
+        texts = [text for text in self._texts if markup and text.endswith(markup)]
+        matches = [(pending.find(text), text) for text in texts if text in pending]
+        at = len(pending)
+        if matches:
+            at, self.found = min(matches)
         self.held = pending[at:]
         return held[:at]
 
@@ -136,7 +146,7 @@ ParseSteps = Generator[None, None, None]
 
 NON_WORD = re.compile(r"[^\w.:-]")
 MARKS = "\"'`"
-MAX_NESTING = 64  # of lists and objects
+MAX_NESTING = 64  # lists and objects inside each other
 
 
 def bare_word_value(word: str) -> Any:
@@ -172,12 +182,14 @@ class TextBuffer:
 
     def start_recording(self) -> None:
         """Record the text that is taken from now on."""
-        self._recording, self.recorded = [], 0
+        self._recording = []
+        self.recorded = 0
 
     def stop_recording(self) -> str:
         """Stop recording, and return the recorded text."""
         record = "".join(self._recording or ())
-        self._recording, self.recorded = None, 0
+        self._recording = None
+        self.recorded = 0
         return record
 
     def rewind(self) -> None:
@@ -186,7 +198,8 @@ class TextBuffer:
 
     def take(self, count: int) -> str:
         """Remove and return the first characters."""
-        taken, self.buffer = self.buffer[:count], self.buffer[count:]
+        taken = self.buffer[:count]
+        self.buffer = self.buffer[count:]
         if self._recording is not None:
             self._recording.append(taken)
             self.recorded += len(taken)
@@ -209,7 +222,10 @@ class TextBuffer:
         for marker in markers:
             by_first.setdefault(marker[0], []).append(marker)
         while True:
-            near = [m for c, group in by_first.items() if c in self.buffer for m in group]
+            near: list[str] = []
+            for character, group in by_first.items():
+                if character in self.buffer:
+                    near += group
             matches = [(at, -len(m), m) for m in near if (at := self.buffer.find(m)) >= 0]
             if matches:
                 at, _, marker = min(matches)
@@ -301,7 +317,9 @@ class TextBuffer:
             written = not text.strip() or text.lstrip().startswith("{")
             show((text.strip() or "{}") if written else json.dumps(text))
             return
-        depth, quoted, at = 0, False, 0
+        depth = 0
+        quoted = False
+        at = 0
         while True:
             while at >= len(self.buffer):
                 if first in '{["':

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.tool_parsers.bounded_schema import KINDS
+from dflash_jax.tool_parsers.finite_schema import KINDS
 from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of, parse_json
 
 OPENS = ("<tool_call>", "<function=", "<tool_code>")
@@ -21,7 +21,7 @@ BARE_OPENS = tuple(
     f"{{{space}{key}" for space in ("", " ", "\n", "\n  ", "\n    ", "\n\t") for key in FIRST_KEYS
 )
 FENCE = "```"
-LOOK_BACK = 80  # characters searched for the start of a blank line
+LOOK_BACK = 400  # characters of the shown text that are kept
 
 NEXT_TAG = re.compile(r"(?:(?<=\n)|^)<parameter=(?P<name>[^<>\n]+)>|</[^<>\s]+>")
 OPEN_TAIL = re.compile(r"</[^<>\s]+>\s*(?:<[^<>\n]*)?\Z|<[^<>\n]*\Z")  # incomplete tags
@@ -43,32 +43,35 @@ class ShownText:
 
     Attributes:
       blank: only white space was shown.
+      end: its last characters.
     """
 
     def __init__(self) -> None:
         self.blank = True
         self._fenced = False  # inside a fenced code block
-        self._ticks = self._end = ""
+        self._ticks = self.end = ""
 
     def add(self, text: str) -> None:
         """Append text."""
         self.blank = self.blank and not text.strip()
         *fences, ticks = (self._ticks + text).split(FENCE)
-        self._fenced ^= len(fences) % 2 == 1
-        self._ticks, self._end = ticks[-2:], (self._end + text)[-LOOK_BACK:]
+        if len(fences) % 2 == 1:
+            self._fenced = not self._fenced
+        self._ticks = ticks[-2:]
+        self.end = (self.end + text)[-LOOK_BACK:]
 
     @property
     def within_object(self) -> bool:
         """Return whether the next text is the value of a key in a JSON object."""
-        return re.search(r'"\s*:\s*\Z', self._end) is not None
+        return re.search(r'"\s*:\s*\Z', self.end) is not None
 
     def allows(self, marker: str) -> bool:
         """Return whether an untagged call may start here with this marker."""
         if self._fenced:
             return False
-        if marker in BARE_OPENS:
-            return self._end.rstrip(" \t")[-1:] in ("", "\n")
-        return marker != CALL_PREFIX or not re.search(r"[\w.:-]\Z", self._end)
+        if marker == FENCE or marker in BARE_OPENS:
+            return self.end.rstrip(" \t")[-1:] in ("", "\n")
+        return marker != CALL_PREFIX or not re.search(r"[\w.:-]\Z", self.end)
 
 
 def is_arguments_object(tool: Tool, text: str) -> bool:
@@ -101,7 +104,7 @@ def implied_end(
     buffer: str,
     start: int,
     tool: Tool | None,
-    given: Sequence[str],
+    parsed: Sequence[str],
     ends: Sequence[str],
     *,
     ended: bool,
@@ -110,19 +113,19 @@ def implied_end(
     """Return where a parameter without a closing tag ends, or None if that is not certain.
 
     Values may contain any text, including markup. So a following parameter ends a value only if it
-    is on its own line, declared, and not given yet; the end of the call ends it only if the output
+    is on its own line, declared, and not parsed yet; the end of the call ends it only if the output
     ends there or continues with markup. If the output has ended without a closing tag, the first
     end of a call ends the value.
 
     Args:
       buffer: text from the start of the value.
       start: where to start searching (`rescan_from`).
-      given: parameters parsed so far, including this one.
+      parsed: parameters parsed so far, including this one.
       ends: texts that end the call.
       ended: the output is complete.
       closed: position of the closing tag; -1 if there is none yet.
     """
-    names = set(tool.properties if tool else ()) - set(given)
+    names = set(tool.properties if tool else ()) - set(parsed)
     last = closed if closed >= 0 else len(buffer)
     for tag in NEXT_TAG.finditer(buffer, start, last):
         if tag[0] in ends:

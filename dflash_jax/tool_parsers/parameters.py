@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dflash_jax.tool_parsers.bounded_schema import ANNOTATIONS, KINDS, of_type, resolved
+from dflash_jax.tool_parsers.bounded_schema import ANNOTATIONS
+from dflash_jax.tool_parsers.finite_schema import KINDS, of_type, resolved
 
 # The type to which a keyword applies, where a schema states none.
 IMPLIED = {
@@ -20,15 +21,15 @@ IMPLIED = {
     "pattern": "string", "format": "string", "minLength": "string", "maxLength": "string",
     "minimum": "number", "maximum": "number", "multipleOf": "number",
 }  # fmt: skip
-MOST_FORMS = 32  # of the arguments of one tool; more are merged into one
-MOST_DEPTH = 100  # of schemas inside each other that are followed
+MOST_FORMS = 32  # forms of the arguments of one tool; more are merged into one
+MOST_DEPTH = 100  # schemas inside each other that are followed
 MOST_WORK = 200_000  # parameters that are merged for one tool; of hostile schemas, the rest is left
 # Keywords whose meaning depends on others of the same schema.
 DEPENDENT = {"$ref", "properties", "patternProperties", "additionalProperties", "items",
              "prefixItems", "anyOf", "oneOf", "allOf", "if", "then", "else", "$defs"}  # fmt: skip
 LONGEST_NAME = 64  # characters of a parameter's name that patterns are matched with
 QUANTIFIER = re.compile(r"[*+?{]")
-MOST_QUANTIFIERS = 3  # of a pattern that is matched, which takes time in the power of them
+MOST_QUANTIFIERS = 3  # in a pattern that is matched, which takes time in the power of them
 
 T = TypeVar("T")
 
@@ -181,12 +182,16 @@ class Parameters:
                 patterns.setdefault(pattern, []).append(schema)
         common = [set(form.required) for form in forms]
         others = [form.others for form in forms if form.others not in (None, False)]
-        closed = bool(forms) and all(form.others is False for form in forms)
+        further = None
+        if others:
+            further = any_of(others)
+        elif forms and all(form.others is False for form in forms):
+            further = False
         return Form(
-            {name: any_of(found) for name, found in schemas.items()},
+            {name: any_of(several) for name, several in schemas.items()},
             tuple(x for x in forms[0].required if all(x in y for y in common)) if forms else (),
-            {pattern: any_of(found) for pattern, found in patterns.items()},
-            any_of(others) if others else False if closed else None,
+            {pattern: any_of(several) for pattern, several in patterns.items()},
+            further,
         )
 
     # -- values -------------------------------------------------------------------------------
@@ -202,14 +207,14 @@ class Parameters:
         told += [self._meaning(part, depth + 1) for part in _listed(schema, "allOf")]
         for parts in _alternatives(schema):
             told.append(_either_meaning([self._meaning(part, depth + 1) for part in parts]))
-        found = functools.reduce(_both_meanings, told)
-        if not found.kinds:
+        meaning = functools.reduce(_both_meanings, told)
+        if not meaning.kinds:
             implied = frozenset(kind for key, kind in IMPLIED.items() if key in schema)
-            found = dataclasses.replace(found, kinds=implied)
-        if schema.get("nullable") is True and found.kinds:  # of OpenAPI
-            values = None if found.values is None else (*found.values, None)
-            found = Meaning(found.kinds | {"null"}, values)
-        return found
+            meaning = dataclasses.replace(meaning, kinds=implied)
+        if schema.get("nullable") is True and meaning.kinds:  # a keyword of OpenAPI
+            values = None if meaning.values is None else (*meaning.values, None)
+            meaning = Meaning(meaning.kinds | {"null"}, values)
+        return meaning
 
     def _referred(
         self,
@@ -322,11 +327,11 @@ def _either_meaning(meanings: Sequence[Meaning]) -> Meaning:
 
 def _alternatives(schema: Mapping[str, Any]) -> list[list[Any]]:
     """Return the lists of schemas one of which applies."""
-    found = [_listed(schema, word) for word in ("anyOf", "oneOf")]
+    alternatives = [_listed(schema, word) for word in ("anyOf", "oneOf")]
     if "if" in schema and ("then" in schema or "else" in schema):
         chosen = {"allOf": [schema["if"], schema.get("then", True)]}
-        found.append([chosen, schema.get("else", True)])
-    return [parts for parts in found if parts]
+        alternatives.append([chosen, schema.get("else", True)])
+    return [parts for parts in alternatives if parts]
 
 
 def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:

@@ -7,7 +7,7 @@ call but cannot be parsed as one becomes content, markup included, so that no ou
 """
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from dflash_jax.tool_parsers import malformed_calls
 from dflash_jax.tool_parsers.calls import (
@@ -16,11 +16,12 @@ from dflash_jax.tool_parsers.calls import (
     Event,
     Thinking,
     ToolCallStart,
+    calls_of,
     joined,
 )
 from dflash_jax.tool_parsers.families import RECIPIENT
 from dflash_jax.tool_parsers.incremental import EndOfOutput, NotACall, ParseSteps, Stops, TextBuffer
-from dflash_jax.tool_parsers.malformed_calls import ShownText
+from dflash_jax.tool_parsers.malformed_calls import FENCE, ShownText, are_valid_arguments
 from dflash_jax.tool_parsers.syntax import Syntax, Thought
 from dflash_jax.tool_parsers.tool_schema import Tool
 
@@ -44,7 +45,7 @@ class OutputParser:
       empty_calls: number of call tags without content.
 
     Args:
-      syntax: of the model's family; None makes all output content.
+      syntax: syntax of the model's family; None makes all output content.
       tools: the declared tools; if empty, calls are not parsed.
       thinking: the prompt ends inside reasoning.
       continued: the output continues a text, so that white space at its start is kept.
@@ -52,6 +53,8 @@ class OutputParser:
         in calls.
       lenient: also parse calls in the syntax of other families. Use False for output that follows
         a grammar.
+      fenced: returns whether calls in code fences at the end of the output are calls after this
+        text; None leaves all of them as content.
     """
 
     def __init__(
@@ -63,10 +66,14 @@ class OutputParser:
         continued: bool = False,
         stop: Sequence[str] = (),
         lenient: bool = True,
+        fenced: Callable[[str], bool] | None = None,
     ):
-        self._syntax, self._tools = syntax, {tool.name: tool for tool in tools}
+        self._fenced = fenced
+        self._syntax = syntax
+        self._tools = {tool.name: tool for tool in tools}
         self._text = TextBuffer()
-        self._stops, self._lenient = Stops(stop), lenient
+        self._stops = Stops(stop)
+        self._lenient = lenient
         self._shown = ShownText()  # content, before white space is trimmed
         self._events: list[Event] = []
         self._blank = ""  # white space that is content only if content follows
@@ -97,8 +104,10 @@ class OutputParser:
 
     def unfinished_call(self) -> list[Event]:
         """Return the call in which the output ended as content, since the model ended it there."""
-        last, self._unfinished_text = self._unfinished_text, ""
-        self.unreadable += bool(last)
+        last = self._unfinished_text
+        self._unfinished_text = ""
+        if last:
+            self.unreadable += 1
         self._write(last)
         return self._take_events()
 
@@ -124,6 +133,11 @@ class OutputParser:
             return 0
         return self._text.recorded + len(self._stops.held) + len(self._text.buffer)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether text waits that may be content, a call, or white space that is left out."""
+        return self.calling or bool(self._blank) or self.waiting > 0
+
     def _advance(self) -> list[Event]:
         try:
             next(self._reader, None)
@@ -132,15 +146,18 @@ class OutputParser:
         except StopStringFound:
             pass
         if self._text.ended and not self.calls:
-            blank, self._blank = self._blank, ""
+            blank = self._blank
+            self._blank = ""
             if self._nothing_emitted and not self.unfinished and self.stopped_by is None:
-                blank, self._hidden_tags = blank + self._hidden_tags, ""
+                blank += self._hidden_tags
+                self._hidden_tags = ""
             if blank:
                 self._events.append(Content(blank))
         return self._take_events()
 
     def _take_events(self) -> list[Event]:
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return list(joined(events))
 
     @property
@@ -151,15 +168,19 @@ class OutputParser:
 
     def _parse_tagged(self) -> ParseSteps:
         """Parse the syntax of all families but harmony: text with markers."""
-        syntax, text = self._syntax, self._text
+        syntax = self._syntax
+        text = self._text
         thought = syntax.thought if syntax else None
         around = (thought.opening, thought.closing) if thought else ()
         opens = syntax.opens if syntax and self._tools else ()
         closes = tuple(c for c in syntax.closes if c.startswith("<")) if syntax and opens else ()
         loose: tuple[str, ...] = ()
         if opens and self._lenient:
-            opens, closes = (*opens, *malformed_calls.OPENS), (*closes, *malformed_calls.CLOSES)
+            opens = (*opens, *malformed_calls.OPENS)
+            closes = (*closes, *malformed_calls.CLOSES)
             loose = malformed_calls.untagged_openings(self._tools, (*around, *opens))
+            if self._fenced is not None:
+                loose = (*loose, FENCE)
         tags = tuple(marker for marker in opens if marker.startswith("<"))
         while True:
             if self.thinking and thought:
@@ -181,11 +202,15 @@ class OutputParser:
             if not bare:
                 self._flush_stops(marker if marker in around else "")
             if thought and marker in around:
-                self.thinking, self._trim = marker == thought.opening, True
+                self.thinking = marker == thought.opening
+                self._trim = True
             elif marker in opens and not (bare and self._shown.within_object):
                 yield from self._parse_call(marker, bare=bare)
             elif marker in loose and self._shown.allows(marker):
-                yield from self._parse_call(marker, bare=True)
+                if marker == FENCE:
+                    yield from self._parse_fenced_calls()
+                else:
+                    yield from self._parse_call(marker, bare=True)
             elif bare:
                 self._show(marker)
             elif self._tags_shown:
@@ -215,7 +240,8 @@ class OutputParser:
                 if marker in HARMONY_ENDS:
                     continue
                 header = marker + (yield from text.until(HARMONY_MESSAGE))
-            self.thinking, self._trim = "<|channel|>analysis" in header, False
+            self.thinking = "<|channel|>analysis" in header
+            self._trim = False
             name = self._recipient(header)
             if name and (yield from self._try_call(self._calls.harmony(name))):
                 self.calling = True
@@ -246,7 +272,8 @@ class OutputParser:
             self.empty_calls += 1
             self._hidden_tags += text.take(len(marker))
         else:
-            self._tags_shown += not bare
+            if not bare:
+                self._tags_shown += 1
             if not self._calls.begun:  # otherwise the text was emitted
                 self._show(text.take(len(marker)))
 
@@ -257,12 +284,10 @@ class OutputParser:
 
         The model may still have closed the reasoning after them.
         """
-        text, events = self._text, list[Event]()
+        text = self._text
+        events: list[Event] = []
         closes = self._syntax.closes if self._syntax else ()
-        text.buffer = marker + text.buffer
-        calls = CallParser(self._syntax, self._tools, text, events.append, allow_undeclared=False)
-        calls.count = self._calls.count
-        text.start_recording()
+        calls = self._last_calls(marker, events)
         following = marker
         try:
             while following in tags:
@@ -281,10 +306,46 @@ class OutputParser:
             text.rewind()
             self._show(text.take(len(marker)))
             return
-        text.stop_recording()
+        self.thinking = False
+        self._end_with(calls, events)
+
+    def _parse_fenced_calls(self) -> ParseSteps:
+        """Parse calls in code fences: they are calls if the output ends with them, else text."""
+        text = self._text
+        events: list[Event] = []
+        calls = self._last_calls(FENCE, events)
+        try:
+            if self._fenced is None or not self._fenced(self._shown.end):
+                raise NotACall
+            following = FENCE
+            while following == FENCE:
+                yield from calls.fenced()
+                following = yield from self._next_marker((FENCE,))
+            if not all(
+                are_valid_arguments(self._tools[n], args) for n, args, _ in calls_of(events)
+            ):
+                raise NotACall
+        except (NotACall, EndOfOutput):
+            text.rewind()
+            self._show(text.take(len(FENCE)))
+            return
+        self._end_with(calls, events)
+
+    def _last_calls(self, marker: str, events: list[Event]) -> CallParser:
+        """Return a parser of calls that the output may end with, from their marker on."""
+        text = self._text
+        text.buffer = marker + text.buffer
+        calls = CallParser(self._syntax, self._tools, text, events.append, allow_undeclared=False)
+        calls.count = self._calls.count
+        text.start_recording()
+        return calls
+
+    def _end_with(self, calls: CallParser, events: list[Event]) -> None:
+        """Emit the calls that the output ended with."""
+        self._text.stop_recording()
         self._flush_stops("")
         self._calls.count = calls.count
-        self.thinking, self._blank = False, ""
+        self._blank = ""
         self._events += events
 
     def _next_marker(self, markers: tuple[str, ...]) -> Generator[None, None, str]:
@@ -314,7 +375,8 @@ class OutputParser:
         Raises:
           EndOfOutput: the output ended inside the call.
         """
-        text, calls = self._text, self._calls
+        text = self._text
+        calls = self._calls
         self.calling = True
         text.start_recording()
         text.take(tag)
@@ -326,15 +388,18 @@ class OutputParser:
                 self._unfinished_text = blank + text.stop_recording()
                 raise
             self.calling = False
-            self.unreadable += calls.certain and not calls.empty
+            if calls.certain and not calls.empty:
+                self.unreadable += 1
             if calls.begun:
-                self._shown.add(written := text.stop_recording())
+                written = text.stop_recording()
+                self._shown.add(written)
                 self._write(self._blank_before + written)
             else:
                 text.rewind()
             return False
         text.stop_recording()
-        self.calling, self._trim = False, True
+        self.calling = False
+        self._trim = True
         return True
 
     def _try_bare_arguments(self) -> Generator[None, None, bool]:
@@ -353,7 +418,8 @@ class OutputParser:
     def _on_call_event(self, event: Event) -> None:
         if isinstance(event, ToolCallStart):
             self._flush_stops("")
-            self._blank_before, self._blank = self._blank, ""
+            self._blank_before = self._blank
+            self._blank = ""
         self._events.append(event)
 
     def _show(self, text: str) -> None:

@@ -6,10 +6,11 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_jax.errors import RequestError
-from dflash_jax.tool_parsers.bounded_schema import FiniteSchema, bounded, endless, relocated
+from dflash_jax.tool_parsers.bounded_schema import bounded
+from dflash_jax.tool_parsers.finite_schema import FiniteSchema, endless, relocated
 from dflash_jax.tool_parsers.parameters import LONGEST_NAME, Form
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
@@ -18,7 +19,7 @@ from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
 Quote = Callable[[str], str]  # a text as grammar terminals
 WHOLE = "parameters"  # a definition with those of the tool, for references between them
-LETTER = "[A-Za-z0-9_.-]"  # of a parameter's name that the schema does not state
+LETTER = "[A-Za-z0-9_.-]"  # letter of a parameter's name that the schema does not state
 # Patterns of names without alternatives outside of groups of words, which need no translation.
 PLAIN_PATTERN = re.compile(
     r"(\^?)((?:(?:[\w .:@-]|\\[dwsDWS.-]|\[[^]\\/]+\]|\((?:[\w-]+\|?)+\))"
@@ -50,7 +51,9 @@ def parameter_rule(tool: Tool, schema: Any) -> str:
         return as_rule(tool, {})
     if '"$ref"' not in json.dumps(schema):
         return as_rule(tool, schema)
-    moved, own = (relocated(x, "#", f"#/$defs/{WHOLE}") for x in (tool.parameters, schema))
+    place = f"#/$defs/{WHOLE}"
+    moved = relocated(tool.parameters, "#", place)
+    own = relocated(schema, "#", place)
     return as_rule(tool, {**own, "$defs": {WHOLE: moved}})
 
 
@@ -100,7 +103,7 @@ def further_names(form: Form, before: str, after: str) -> list[tuple[str, str, A
     ways = [(name_regex(pattern), schema) for pattern, schema in form.patterns.items()]
     if form.others is not None:
         ways.append((f"{LETTER}{{1,{LONGEST_NAME}}}", form.others))
-    found = []
+    further = []
     for at, (names, schema) in enumerate(ways):
         if names is None or schema is False:
             continue
@@ -110,8 +113,8 @@ def further_names(form: Form, before: str, after: str) -> list[tuple[str, str, A
         parts = [f"/{regex_text(before)}({x}){regex_text(after)}/" for x in (allowed, names)]
         parts += [f"~/{regex_text(before)}({x}){regex_text(after)}/" for x in taken]
         terminal = " & ".join(dict.fromkeys(parts))
-        found.append((f"NAME_{zlib.crc32(terminal.encode()):08X}", terminal, schema))
-    return found
+        further.append((f"NAME_{zlib.crc32(terminal.encode()):08X}", terminal, schema))
+    return further
 
 
 def name_regex(pattern: str) -> str | None:
@@ -249,8 +252,16 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def json_calls(head: Callable[[str], str], tail: str, *, lead: str) -> dict[str, Any]:
-    """Return `begin`, `render` and `grammar` of calls whose arguments are one JSON object.
+class JsonCalls(NamedTuple):
+    """The functions of a `Syntax` for calls whose arguments are one JSON object."""
+
+    begin: Callable[[str, str | None], str]
+    render: Callable[[str, Mapping[str, Any]], str]
+    grammar: Callable[[Tool, Quote], Rule]
+
+
+def json_calls(head: Callable[[str], str], tail: str, *, lead: str) -> JsonCalls:
+    """Return the functions for calls whose arguments are one JSON object.
 
     Args:
       head: returns the text before the arguments, from the tool's name.
@@ -268,4 +279,4 @@ def json_calls(head: Callable[[str], str], tail: str, *, lead: str) -> dict[str,
     def grammar(tool: Tool, quote: Quote) -> Rule:
         return Rule(f"{quote(head(tool.name))} {all_arguments(tool)} {quote(tail)}")
 
-    return {"begin": begin, "render": render, "grammar": grammar}
+    return JsonCalls(begin, render, grammar)

@@ -153,24 +153,26 @@ def parse_json(text: str, otherwise: Any) -> Any:
     return otherwise if is_deep(value) else value
 
 
-def call_arguments(given: Any) -> tuple[dict[str, Any], bool]:
+def call_arguments(arguments: Any) -> tuple[dict[str, Any], bool]:
     """Return the arguments of a past call as an object, and whether they are one.
 
     Templates need an object. Other arguments, such as JSON that was cut off, become the argument
     `raw`, as text.
 
     Args:
-      given: JSON text or its value.
+      arguments: JSON text or its value.
     """
-    value = given
+    value = arguments
     for _ in range(2):  # some clients encode them twice
         if isinstance(value, str) and value:
             value = parse_json(value, None)
     if isinstance(value, dict) and not is_deep(value):
         return value, True
-    if given in (None, "", "null"):
-        return {}, given != "null"
-    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    if arguments in (None, "", "null"):
+        return {}, arguments != "null"
+    text = arguments
+    if not isinstance(text, str):
+        text = json.dumps(text, ensure_ascii=False)
     return {UNREADABLE: text}, False
 
 

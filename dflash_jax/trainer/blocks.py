@@ -78,10 +78,10 @@ def after_round(
     Args:
       accepted: which drafts are the row's tokens.
     """
-    found = anchors + 1 + jnp.cumprod(accepted.astype(jnp.int32), axis=2).sum(axis=2)
+    next_anchors = anchors + 1 + jnp.cumprod(accepted.astype(jnp.int32), axis=2).sum(axis=2)
     last = wanted.shape[1] - 1
-    places = jnp.minimum(found, last)
-    alive &= (found <= last) & jnp.take_along_axis(startable(wanted), places, axis=1)
+    places = jnp.minimum(next_anchors, last)
+    alive &= (next_anchors <= last) & jnp.take_along_axis(startable(wanted), places, axis=1)
     return jnp.where(alive, places, 0), alive
 
 
@@ -123,7 +123,7 @@ def gather(values: Array, places: Int[Array, "B N T"]) -> Array:
     return jnp.take_along_axis(values, places.reshape(rows, -1), axis=1).reshape(rows, count, width)
 
 
-SCORE_ELEMENTS = 1 << 23  # of one chunk: 32 MiB
+SCORE_ELEMENTS = 1 << 23  # scores of one chunk: 32 MiB
 HIDDEN = -1e30  # finite: a block at position 0 has no context, and -inf would give NaN gradients
 
 
@@ -202,7 +202,8 @@ def before_anchor(
 
 def inside_block(width: int, causal: bool, window: int | None) -> Bool[Array, "T T"]:
     """Return the mask [query, key] inside a block."""
-    query, key = jnp.arange(width)[:, None], jnp.arange(width)[None, :]
+    query = jnp.arange(width)[:, None]
+    key = jnp.arange(width)[None, :]
     seen = key <= query if causal else jnp.ones((width, width), bool)
     if window is None:
         return seen

@@ -17,19 +17,21 @@ class HeldOut:
     """Decodes held-out prompts with the parameters of a drafter, in one engine.
 
     Args:
-      drafter: of which the parameters are given later.
-      entries: held-out prompts, as lines.
+      drafter: the drafter, whose parameters come with each call.
+      entries: held-out prompts, as lines of data.
     """
 
     def __init__(self, drafter: TrainedDrafter, entries: Sequence[dict[str, Any]], recipe: Recipe):
-        self._drafter, self._entries, self._recipe = drafter, entries, recipe
+        self._drafter = drafter
+        self._entries = entries
+        self._recipe = recipe
         self._engine: Engine | None = None
         self._prompts: list[list[int]] = []
 
     def __call__(self, params: Any) -> dict[str, float]:
         """Return tokens per round as `held_out`, and its bounds as `held_out_low` and `_high`.
 
-        There is none of them where nothing was drafted.
+        Nothing is returned where nothing was drafted.
         """
         tokens = self._recipe.held_out_tokens
         if self._engine is None:
@@ -38,13 +40,18 @@ class HeldOut:
         engine.update_params({"drafter": params})
         answers = engine.generate_many(self._prompts, max_tokens=tokens, trace=True)
         length = measurement([""] * len(answers), answers, engine.plan.block - 1).total.length
-        found = {"held_out": length.value, "held_out_low": length.low, "held_out_high": length.high}
-        return {name: value for name, value in found.items() if value is not None}
+        metrics = {
+            "held_out": length.value,
+            "held_out_low": length.low,
+            "held_out_high": length.high,
+        }
+        return {name: value for name, value in metrics.items() if value is not None}
 
     def _begin(self, drafter: TrainedDrafter) -> Engine:
         recipe = self._recipe
-        how: dict[str, Any] = {"dtype": recipe.dtype, "weights": recipe.target_weights}
-        engine = engine_of(drafter.target, drafter, **how)
+        engine = engine_of(
+            drafter.target, drafter, dtype=recipe.dtype, weights=recipe.target_weights
+        )
         room = engine.plan.max_length - recipe.held_out_tokens
         every = [prompt_ids(engine, entry) for entry in self._entries]
         self._prompts = [ids for ids in every if len(ids) <= room][:PROMPTS]

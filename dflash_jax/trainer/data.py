@@ -5,6 +5,7 @@ Lines become prompts, or documents that are learnt as given; `Usage` counts the 
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from dflash_jax.trainer.regenerate import AnswerPrompt
 from dflash_jax.trainer.rows import Document
 
 HELD_OUT_SHARE = 16  # one line in this many is held out
-FIRST_TURN_SHARE = 0.6  # of conversations answered at their first turn
+FIRST_TURN_SHARE = 0.6  # share of conversations that are answered at their first turn
 HIGHEST = 2**31 - 1  # token id that an array holds
 SYSTEM = ("system", "developer")  # roles of instructions
 FORMS = '{"messages": [...]}, {"prompt": "..."}, {"text": "..."} or {"ids": [...]}'
@@ -33,7 +34,7 @@ class Example:
     """One line: a conversation, a plain text, or token ids to continue.
 
     Attributes:
-      kind: of a prompt that the target wrote (`prompt_kinds`). It answers the last turn alone; its
+      kind: kind of a prompt that the target wrote (`prompt_kinds`). It answers the last turn; its
         own earlier turns are learnt, too.
     """
 
@@ -139,7 +140,8 @@ def example(line: str, where: str) -> Example:
 
 
 def _conversation(fields: dict[str, Any]) -> Example:
-    messages, thinking = fields["messages"], fields.get("thinking", True)
+    messages = fields["messages"]
+    thinking = fields.get("thinking", True)
     tools = [] if fields.get("tools") is None else fields["tools"]
     if not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError("a message has no role")
@@ -193,14 +195,16 @@ def split_by_answers(
     examples: Sequence[Example], recipe: Recipe
 ) -> tuple[list[Example], list[Example]]:
     """Split into examples that the target answers and examples that are learnt as given."""
-    chats, texts = ([x for x in examples if bool(x.messages) is on] for on in (True, False))
+    chats = [example for example in examples if example.messages]
+    texts = [example for example in examples if not example.messages]
     if recipe.answers == GIVEN:
         return [], list(examples)
     if recipe.answers == MIXED:
         return texts, chats
     if recipe.given:
         random.Random(f"given {recipe.seed}").shuffle(chats)
-        asked, rest = chats[: recipe.prompts], chats[recipe.prompts :]
+        asked = chats[: recipe.prompts]
+        rest = chats[recipe.prompts :]
         return [*asked, *texts], rest[: recipe.given]
     return list(examples), []
 
@@ -269,7 +273,7 @@ def prompts(
                 rounds[i].append((cut, line))
         elif len(texts) < recipe.text_prompts:
             texts += [(piece, line) for piece in _pieces(example, tokenizer, recipe.text_prompt)]
-    chosen = [cut for one in rounds for cut in one][: recipe.prompts]
+    chosen = [*itertools.chain.from_iterable(rounds)][: recipe.prompts]
     longest = recipe.answer_buckets[-1].length
     result = []
     for cut, line in chosen:
@@ -296,7 +300,9 @@ def answer_options(recipe: Recipe, example: Example) -> tuple[int, float | None,
     The temperature is None if the recipe has one for all answers.
     """
     rng = random.Random(f"answer {recipe.seed} {json.dumps(example.messages)}")
-    greedy, long, seed = rng.random(), rng.random(), rng.getrandbits(32)
+    greedy = rng.random()
+    long = rng.random()
+    seed = rng.getrandbits(32)
     tokens = recipe.long_tokens if long < recipe.long_share else recipe.new_tokens
     if not recipe.greedy_share:
         return tokens, None, seed
@@ -328,11 +334,14 @@ def split_start_token(
     example: Example, tokenizer: Tokenizer | None
 ) -> tuple[list[int], np.ndarray]:
     """Return the start token, if the tokenizer adds one, and the ids of the text."""
-    ids, opening = list(token_ids(example, tokenizer)), []
+    ids = list(token_ids(example, tokenizer))
+    opening: list[int] = []
     if example.text and tokenizer is not None:
         bare = tokenizer.encode(example.text, specials=False)
         start = len(ids) - len(bare)
-        opening, ids = (ids[:start] if ids[start:] == bare else []), bare
+        if ids[start:] == bare:
+            opening = ids[:start]
+        ids = bare
     return opening, np.asarray(ids, np.int32)
 
 
@@ -377,9 +386,16 @@ def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
     return tokenizer.encode(rendered(example, len(example.messages), tokenizer), specials=False)
 
 
-def rendered(example: Example, count: int, tokenizer: Tokenizer, **variables: Any) -> str:
-    """Render the first messages of a conversation, followed by the start of an assistant turn."""
-    messages, variables = example.messages[:count], example.variables() | variables
+def rendered(example: Example, count: int, tokenizer: Tokenizer, *, opens_turn: bool = True) -> str:
+    """Render the first `count` messages of a conversation.
+
+    Args:
+      opens_turn: whether the start of an assistant turn follows.
+    """
+    messages = example.messages[:count]
+    variables = example.variables()
+    if not opens_turn:
+        variables["add_generation_prompt"] = False
     try:
         return tokenizer.render_marked(messages, **variables)
     except RequestError as error:
@@ -407,11 +423,13 @@ def as_given(
     for example in examples:
         if not example.messages:
             opening, ids = split_start_token(example, tokenizer)
-            for start in range(0, len(ids), size := max(longest - len(opening), 1)):
+            size = max(longest - len(opening), 1)
+            for start in range(0, len(ids), size):
                 part = np.asarray([*opening, *ids[start : start + size]], np.int32)
                 documents.append(Document(part, np.ones(len(part), bool)))
             continue
-        assert tokenizer is not None or token_ids(example, tokenizer)
+        if tokenizer is None:
+            token_ids(example, tokenizer)  # raises an error unless the example has ids
         turns: list[Document] = []
         for i, message in enumerate(example.messages):
             if message["role"] == "assistant" and i and tokenizer is not None:
@@ -432,13 +450,14 @@ def _continues(turn: Document, earlier: Document) -> bool:
 def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -> list[Document]:
     """Return the conversation up to an assistant turn, rendered with and without that turn."""
     prompt = rendered(example, i, tokenizer)
-    whole = rendered(example, i + 1, tokenizer, add_generation_prompt=False)
+    whole = rendered(example, i + 1, tokenizer, opens_turn=False)
     # Some templates close the reasoning of an opened turn and omit it from finished turns.
     openings = [prompt, rendered(dataclasses.replace(example, thinking=True), i, tokenizer)]
     reply = next((whole[len(text) :] for text in openings if whole.startswith(text)), None)
     if reply is None:
         return []  # the template rewrites history here
-    before, ids = (tokenizer.encode(text, specials=False) for text in (prompt, whole))
+    before = tokenizer.encode(prompt, specials=False)
+    ids = tokenizer.encode(whole, specials=False)
     if ids[: len(before)] != before:  # a token spans the boundary, or the prompt is no prefix
         ids = [*before, *tokenizer.encode(reply, specials=False)]
     final = range(len(ids) - 1, len(before) - 1, -1)
@@ -448,7 +467,7 @@ def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -
 
 
 class Usage:
-    """Number of lines a run is given and skips, by reason; `str` gives one line."""
+    """Numbers of the lines of a run's data, and of those it skips by reason; `str` has them."""
 
     def __init__(self, lines: int):
         self.lines = lines
@@ -466,7 +485,8 @@ class Usage:
     def __str__(self) -> str:
         used = self.lines - sum(self.left_out.values())
         reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
-        return f"using {used:,} of {self.lines:,} lines" + f": {reasons}" * bool(reasons)
+        line = f"using {used:,} of {self.lines:,} lines"
+        return f"{line}: {reasons}" if reasons else line
 
     def hold_out(self, count: int, measured: int) -> None:
         """Count held-out lines, and how many of them the measurement uses."""

@@ -19,14 +19,14 @@ from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.graph.placement import place_params
 from dflash_jax.graph.steps.pair import Params
-from dflash_jax.models.recorder import recorded, recorder
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.trainer.recipes import FLOAT, INT8, Bucket
+from dflash_jax.trainer.recorder import recorded, recorder
 
-MOST_ENGINES = 4  # that decode concurrently
+MOST_ENGINES = 4  # engines that decode concurrently
 PREFIXES = 1 << 28  # bytes of an engine's cached prefixes
 Taps = Callable[[], np.ndarray]  # float32 [taps, tokens, D] of a request that just ended
 
@@ -38,7 +38,7 @@ class EnginePool:
       taps: target layers whose outputs are recorded; none by default.
       chunk: tokens of a prefill, whose multiples prompts may share; the plan's default, and
         nothing shared, by default.
-      tokenizer: for requests with stop texts.
+      tokenizer: the target's tokenizer, for requests with stop texts.
       most: engines that decode concurrently.
       weights: format of the target's matrices while decoding; int8 is faster on a CPU, and has
         int8 caches where requests sample.
@@ -55,8 +55,11 @@ class EnginePool:
         most: int = MOST_ENGINES,
         weights: Weights = "float",
     ):
-        self._most, self._weights = most, weights
-        self._model, self._variant, self._tokenizer = model, variant, tokenizer
+        self._most = most
+        self._weights = weights
+        self._model = model
+        self._variant = variant
+        self._tokenizer = tokenizer
         self._pair = Pair(model.module, recorder(model.config, taps) if taps else None)
         self._chunk = chunk
         self._lock = threading.Lock()
@@ -84,7 +87,8 @@ class EnginePool:
 
     def _new_pool(self, bucket: Bucket) -> "queue.SimpleQueue[Engine]":
         free: queue.SimpleQueue[Engine] = queue.SimpleQueue()
-        graph, first = self._graph(bucket), None
+        graph = self._graph(bucket)
+        first = None
         params = packed_params({"target": self._model.params}, graph)
         if graph.pair.drafter is not None:
             params["drafter"] = {}
@@ -135,11 +139,12 @@ def decode(
     """Decode requests, as many at a time as the engine has rows.
 
     Args:
-      asked: prompt and options of each.
+      asked: prompt and options of each request.
       ended: called with a request's number and a function that returns the taps of its prompt and
         output, except for the last token, which no step was fed. The engine records taps.
     """
-    handles, running = [], {}
+    handles = []
+    running = {}
 
     def advance() -> None:
         engine.advance()

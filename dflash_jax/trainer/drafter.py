@@ -12,7 +12,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.config.family import drafter_kinds
+from dflash_jax.families import drafter_kinds
 from dflash_jax.graph.abstract import cast_params
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.nn.layers import rms_norm
@@ -124,13 +124,15 @@ def scores(
     if own_modules.is_own(pair.drafter):
         places = (blocks.anchors, blocks.labels, blocks.counts)
         return own_modules.scores(pair, params, recipe, features, tokens, places)
-    length, count = tokens.shape[1], blocks.labels.shape[2]
+    length = tokens.shape[1]
+    count = blocks.labels.shape[2]
     before = anchoring.slots(blocks.anchors, count, length)  # the place before each drafted one
     teacher = None
     if features.hidden is not None:
         flat = before.reshape(len(tokens), -1, 1)
         teacher = jnp.take_along_axis(features.hidden, flat, axis=1).reshape(*before.shape, -1)
-    previous, embedded = anchoring.gather(tokens, before), None
+    previous = anchoring.gather(tokens, before)
+    embedded = None
     if drafter_kinds()[recipe.kind].reads_embeddings:
         flat = pair.target_call(params, previous.reshape(len(tokens), -1), method="embed")
         embedded = flat.reshape(*previous.shape, -1).astype(_float_dtype(params["drafter"]))
@@ -164,7 +166,8 @@ def chained(
     where it was sampled: a draft is accepted if it is the row's token.
     """
     assert pair.drafter is not None
-    anchors, alive = part.anchors[:, moved], part.alive[:, moved]
+    anchors = part.anchors[:, moved]
+    alive = part.alive[:, moved]
     width = step_width(pair, recipe)
     labels, counts = anchoring.following(part.tokens, part.wanted, anchors, width)
     blocks = Blocks(anchors=anchors, labels=labels, counts=counts)
@@ -227,8 +230,8 @@ def sums(
         part.tokens, part.wanted, features.best, part.anchors, part.alive, width
     )
     blocks = Blocks(anchors=part.anchors, labels=labels, counts=counts)
-    found = scores(pair, both, recipe, features, part.tokens, blocks)
-    return objective.sums(recipe, found, counts, moved.tolist())
+    place_scores = scores(pair, both, recipe, features, part.tokens, blocks)
+    return objective.sums(recipe, place_scores, counts, moved.tolist())
 
 
 def gradient(

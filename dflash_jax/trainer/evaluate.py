@@ -9,12 +9,15 @@ from typing import Any
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
 from dflash_jax.errors import RequestError
-from dflash_jax.plan import Dtype, Plan
+from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer.trained import TrainedDrafter, read_drafter
 
-CHAT, CODE, IDS = KINDS = ("chat", "code", "ids")
-LENGTH = 2048  # of prompt and answer together
+CHAT = "chat"
+CODE = "code"
+IDS = "ids"
+KINDS = (CHAT, CODE, IDS)
+LENGTH = 2048  # tokens of prompt and answer together
 COMPARED = 4  # prompts of each kind that are also decoded without the drafter
 
 
@@ -47,15 +50,19 @@ def prompt_ids(engine: Engine, entry: dict[str, Any]) -> list[int]:
         raise RequestError("the target ships no tokenizer; give held-out prompts as token ids")
     if "text" in entry:
         return engine.tokenizer.encode(entry["text"])
-    switch = {} if entry.get("thinking", True) else {"enable_thinking": False}
-    return engine.chat_ids(entry["messages"], tools=entry.get("tools") or None, **switch)
+    tools = entry.get("tools") or None
+    if entry.get("thinking", True):
+        return engine.chat_ids(entry["messages"], tools=tools)
+    return engine.chat_ids(entry["messages"], tools=tools, enable_thinking=False)
 
 
 def score(results: Sequence[Result], block: int) -> Score:
     """Return the figures pooled over all rounds of all results."""
     rounds = sum(result.stats.rounds for result in results)
-    decided = [n for result in results for n in result.stats.acceptance_lengths]
-    kept = [sum(n > place for n in decided) for place in range(1, block)]
+    decided: list[int] = []
+    for result in results:
+        decided += result.stats.acceptance_lengths
+    kept = [len([n for n in decided if n > place]) for place in range(1, block)]
     return Score(
         prompts=len(results),
         tokens=sum(len(result.token_ids) for result in results),
@@ -78,26 +85,27 @@ def engine_of(
     target: str | Path | TargetModel,
     drafter: Path | TrainedDrafter,
     *,
-    dtype: Dtype = "float32",
+    dtype: str = "float32",
     weights: str = "float",
 ) -> Engine:
     """Return an engine for `evaluate`.
 
     Args:
-      dtype, weights: of the plan.
+      dtype, weights: fields of the engine's plan.
     """
     from dflash_jax.loading import open_pair
 
-    options: dict[str, Any] = {"dtype": dtype, "weights": weights}
+    plan = dataclasses.replace(Plan(), dtype=dtype, weights=weights)  # pyrefly: ignore
     if isinstance(drafter, Path) and not isinstance(target, TargetModel):
         pair = open_pair(target, drafter)
-        return pair.engine(Plan(max_length=min(LENGTH, pair.configs[0].max_length), **options))
+        length = min(LENGTH, pair.configs[0].max_length)
+        return pair.engine(dataclasses.replace(plan, max_length=length))
     if isinstance(drafter, Path):
         drafter = read_drafter(drafter, target, {})  # pyrefly: ignore
     model = drafter.target
     rows = 1 if model.mesh is None else model.mesh.shape["data"]
     length = min(LENGTH, model.config.max_length)
-    return drafter.unmeasured_engine(Plan(rows=rows, max_length=length, **options))
+    return drafter.unmeasured_engine(dataclasses.replace(plan, rows=rows, max_length=length))
 
 
 def evaluate(
@@ -112,7 +120,8 @@ def evaluate(
       max_tokens: length limit of each answer.
       report: called with a line about prompts that are skipped.
     """
-    entries, length = read_prompts(prompts), engine.plan.max_length
+    entries = read_prompts(prompts)
+    length = engine.plan.max_length
 
     def answers(asked: Sequence[Sequence[int]], drafted: bool) -> list[Result]:
         return engine.generate_many(asked, max_tokens=max_tokens, speculative=drafted)
@@ -125,9 +134,12 @@ def evaluate(
         if left := len(every) - len(asked):
             report(f"{kind}: {left} of {len(every)} held-out prompts are too long and were skipped")
         if asked:
-            results, plain = answers(asked, True), answers(asked[:COMPARED], False)
-            pairs = zip(results, plain, strict=False)
-            equal = sum(drafted.token_ids == alone.token_ids for drafted, alone in pairs)
+            results = answers(asked, True)
+            plain = answers(asked[:COMPARED], False)
+            equal = 0
+            for drafted, alone in zip(results, plain, strict=False):
+                if drafted.token_ids == alone.token_ids:
+                    equal += 1
             row = dataclasses.asdict(score(results, engine.plan.block))
             scores[kind] = row | {"compared": len(plain), "equal": equal}
     return scores

@@ -28,7 +28,8 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
     Raises:
       ConfigError: the folder belongs to other settings, holds other files, or cannot be written.
     """
-    path, wanted = folder / note, json.loads(json.dumps(about))
+    path = folder / note
+    wanted = json.loads(json.dumps(about))
     try:
         others = folder.is_dir() and any(inside.name != note for inside in folder.iterdir())
         if others and not path.is_file():
@@ -85,7 +86,8 @@ def differences(old: dict[str, Any], new: dict[str, Any], inside: str = "") -> l
     """Return each setting that differs, with both values."""
     changes: list[str] = []
     for name in sorted(old.keys() | new.keys()):
-        before, now = (settings.get(name) for settings in (old, new))
+        before = old.get(name)
+        now = new.get(name)
         if isinstance(before, dict) and isinstance(now, dict):
             changes += differences(before, now, f"{inside}{name}.")
         elif before != now:

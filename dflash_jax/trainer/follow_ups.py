@@ -1,6 +1,7 @@
 """Second user turns: the target answers a turn, then writes the user's next one."""
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,20 +12,15 @@ from dflash_jax.graph.keys import Variant
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer.data import Example, answer_options, token_ids
 from dflash_jax.trainer.decoding import EnginePool, decode
+from dflash_jax.trainer.duplicates import DuplicateFilter
 from dflash_jax.trainer.files import saved_as, sound, write_json
 from dflash_jax.trainer.groups import StageProgress, in_threads, results, stored
 from dflash_jax.trainer.prompt_kinds import FOLLOW_UP
 from dflash_jax.trainer.recipes import Bucket, Recipe
-from dflash_jax.trainer.self_written import (
-    CHUNK,
-    GROUP,
-    WORDS,
-    DuplicateFilter,
-    TurnMaker,
-    user_header,
-)
+from dflash_jax.trainer.self_written import CHUNK, GROUP, WORDS, TurnMaker, user_header
 
-FILE, REPORT = f"turns.{FOLLOW_UP}.jsonl", f"turns.{FOLLOW_UP}.json"
+FILE = f"turns.{FOLLOW_UP}.jsonl"
+REPORT = f"turns.{FOLLOW_UP}.json"
 
 
 def write_follow_ups(
@@ -70,24 +66,26 @@ def write_follow_ups(
     pool = EnginePool(
         model, Variant.SAMPLED, chunk=CHUNK, tokenizer=stop, weights=recipe.target_weights
     )
-    path, sizes = out / FILE, [*map(len, parts)]
+    path = out / FILE
+    sizes = [*map(len, parts)]
     done = len(stored(path, sizes))
     progress = StageProgress(FOLLOW_UP, len(parts), "groups", report, done=done, every=0)
     compute = in_threads(lambda i: _group(pool, bucket, maker, asked[i]), pool.count(bucket))
     groups = [*results(path, sizes, compute, label=FOLLOW_UP, progress=progress)]
-    found, kept, alike = [*turns], 0, DuplicateFilter(avoided)
+    conversations = [*turns]
+    kept = 0
+    alike = DuplicateFilter(avoided)
     with sound(path):
-        for i, (answer, answered, ids, ended) in zip(
-            chosen, (item for group in groups for item in group), strict=True
-        ):
+        items = itertools.chain.from_iterable(groups)
+        for i, (answer, answered, ids, ended) in zip(chosen, items, strict=True):
             text, problem = maker.read(_words(turns[i]), ids, ended)
             if answered and problem is None and not alike.find(text):
-                found[i] = _continued(turns[i], tokenizer.decode(answer), text)
+                conversations[i] = _continued(turns[i], tokenizer.decode(answer), text)
                 kept += 1
     report(f"continuing {kept:,} of {len(turns):,} conversations")
     with saved_as(out / REPORT) as partial:
         write_json(partial, {"written": len(chosen), "kept": kept})
-    return found
+    return conversations
 
 
 def _words(turn: Example) -> str:
@@ -95,15 +93,17 @@ def _words(turn: Example) -> str:
 
 
 def _continued(turn: Example, answer: str, text: str) -> Example:
-    more = {"role": "assistant", "content": answer}, {"role": "user", "content": text}
-    return dataclasses.replace(turn, messages=(*turn.messages, *more), kind=FOLLOW_UP)
+    assistant = {"role": "assistant", "content": answer}
+    user = {"role": "user", "content": text}
+    return dataclasses.replace(turn, messages=(*turn.messages, assistant, user), kind=FOLLOW_UP)
 
 
 def _group(
     pool: EnginePool, bucket: Bucket, maker: TurnMaker, turns: Sequence[Example]
 ) -> list[list[Any]]:
     """Return an answer to each turn and the user's next turn: token ids, and whether they end."""
-    recipe, tokenizer = maker.recipe, maker.tokenizer
+    recipe = maker.recipe
+    tokenizer = maker.tokenizer
     requests = []
     for turn in turns:
         _, temperature, seed = answer_options(recipe, turn)
@@ -113,9 +113,11 @@ def _group(
         requests.append(([*token_ids(turn, tokenizer)], params))
     with pool.engine(bucket) as engine:
         answers = decode(engine, requests)
-        items, asked = [], {}
+        items: list[list[Any]] = []
+        asked = {}
         for i, (turn, answer) in enumerate(zip(turns, answers, strict=True)):
-            answered, key = answer.finish_reason == "stop", _words(turn)
+            answered = answer.finish_reason == "stop"
+            key = _words(turn)
             items.append([answer.token_ids, answered, [], not maker.opening(key).continued])
             if not answered or items[i][3]:
                 continue
@@ -125,6 +127,6 @@ def _group(
             prompt, params = maker.request(key, before)
             if len(prompt) + recipe.turn_tokens <= bucket.length:
                 asked[i] = prompt, params
-        for i, turn in zip(asked, decode(engine, [*asked.values()]), strict=True):
-            items[i][2:] = [turn.token_ids, turn.finish_reason == "stop"]
+        for i, written in zip(asked, decode(engine, [*asked.values()]), strict=True):
+            items[i][2:] = [written.token_ids, written.finish_reason == "stop"]
     return items

@@ -110,9 +110,15 @@ class StageProgress:
         done: int = 0,
         every: float = EVERY,
     ):
-        self._label, self._total, self._unit, self._report = label, total, unit, report
-        self._first = self._done = done
-        self._started, self._every, self._lock = time.monotonic(), every, threading.Lock()
+        self._label = label
+        self._total = total
+        self._unit = unit
+        self._report = report
+        self._first = done
+        self._done = done
+        self._started = time.monotonic()
+        self._every = every
+        self._lock = threading.Lock()
         self._next = self._started + every
 
     def __call__(self, count: int = 1) -> None:

@@ -43,12 +43,18 @@ class Hooks(TypedDict, total=False):
     on_step: Callable[[dict[str, Any]], Any] | None
 
 
-def watch(on_progress: Any = None, on_step: Any = None) -> Watch:
-    """Return those who watch a run.
+def watch(hooks: Hooks) -> Watch:
+    """Return those who watch a run; without hooks, lines of progress may be shown.
 
     Raises:
       ConfigError: a hook cannot be called.
+      TypeError: there is no hook of that name.
     """
+    for name in hooks:
+        if name not in Hooks.__annotations__:
+            raise TypeError(f"train() got an unexpected keyword argument {name!r}")
+    on_progress = hooks.get("on_progress")
+    on_step = hooks.get("on_step")
     for name, hook in (("on_progress", on_progress), ("on_step", on_step)):
         if hook is not None and not callable(hook):
             raise ConfigError(f"{name} is {hook!r}; expected a function of one argument")
@@ -108,7 +114,7 @@ def train(
     chosen = recipes.recipe(recipe) if isinstance(recipe, str) else recipe
     if not isinstance(chosen, Recipe):
         raise ConfigError(f"recipe is {recipe!r}; expected a preset's name, or a dj.recipe(...)")
-    report = watch(**hooks)
+    report = watch(hooks)
     source = training_data(prompts)
     use_compilation_cache(None)
     with optax_settings(), tempfile.TemporaryDirectory(prefix="dflash_jax-") as scratch:
@@ -164,9 +170,13 @@ def in_memory(target: Any, recipe: Recipe) -> TargetModel:
 
     if isinstance(target, str | os.PathLike):
         pair = open_pair(target, None)
-        config, dtype = pair.configs[0], recipe.dtype
-        params = pair.target.load(dtype)
-        return TargetModel(config, params, dtype, tokenizer=pair.tokenizer)  # pyrefly: ignore
+        params = pair.target.load(recipe.dtype)
+        return TargetModel(
+            pair.configs[0],
+            params,
+            recipe.dtype,  # pyrefly: ignore
+            tokenizer=pair.tokenizer,
+        )
     if isinstance(target, TargetModel):
         if isinstance(target.config, TargetConfig):
             TreeSource(target.params, target.config)
@@ -176,9 +186,8 @@ def in_memory(target: Any, recipe: Recipe) -> TargetModel:
             f"target is a {type(target).__name__}; expected an engine, a dj.TargetModel or a"
             " source; dflash_jax.converters.live.from_arrays converts other libraries' parameters"
         )
-    if not isinstance(target.params, Mapping):
-        raise ConfigError("the engine's target is on other hosts; expected one in this process")
-    module, dtype = target.graph.pair.target, target.plan.dtype
+    module = target.graph.pair.target
+    dtype = target.plan.dtype
     params = cast_params(floats_of(target, "target"), dtype)
     config = target.graph.config
     if is_of_package(module) and isinstance(config, TargetConfig):
@@ -218,7 +227,7 @@ def floats_of(engine: Engine, role: str) -> Any:
 def started(
     target: Any, model: TargetModel, start: Source | TrainedDrafter | None
 ) -> Path | TrainedDrafter | None:
-    """Return the drafter to start from: what was given, or an engine's drafter of one's own.
+    """Return the drafter to start from: `start`, or else an engine's drafter of one's own.
 
     Raises:
       CheckpointError: a file does not hold the parameters of an engine's own drafter.
@@ -244,7 +253,8 @@ def placed(model: TargetModel, mesh: Mesh | None, recipe: Recipe) -> tuple[Targe
       ConfigError, PlanError: the mesh cannot be used with them.
     """
     recipe = dataclasses.replace(recipe, dtype=model.dtype)
-    where, mesh = None, mesh or model.mesh
+    where = None
+    mesh = mesh or model.mesh
     tree: dict[str, Any] = {"target": model.params}
     if mesh is not None:
         mesh = named_mesh(mesh)
@@ -258,7 +268,8 @@ def placed(model: TargetModel, mesh: Mesh | None, recipe: Recipe) -> tuple[Targe
 
 def check_mesh(mesh: Mesh, config: TargetConfig, recipe: Recipe) -> None:
     """Raise PlanError if a mesh does not suit a target and a recipe."""
-    by_row, by_head = mesh.shape["data"], mesh.shape["model"]
+    by_row = mesh.shape["data"]
+    by_head = mesh.shape["model"]
     if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
         raise PlanError(
             "mesh has devices of other processes; expected those of this one. On several hosts,"

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.families.dflash_net import DFlash
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.steps.pair import Pair
-from dflash_jax.models.dflash import DFlash
 from dflash_jax.trainer.drafter import FIXED, anchored
 from dflash_jax.trainer.rows import TokenRows
 
@@ -55,7 +55,8 @@ def _split(params: Params, names: Params) -> tuple[Params, Params]:
             outside[name] = value
         elif isinstance(value, dict):
             own, common = _split(value, names[name])
-            outside |= {name: own} if own else {}
+            if own:
+                outside[name] = own
             inside[name] = common
         else:
             inside[name] = value
@@ -72,24 +73,30 @@ def from_target(
     begins far above log V.
 
     Args:
-      params: fresh ones.
+      params: fresh parameters of the drafter.
       target: parameters of the target.
+      configs: those of target and drafter.
     """
-    norm, copied, found = target.get("norm"), [], dict(params)
+    result = dict(params)
+    norm = target.get("norm")
     if norm is not None and norm.shape == params["norm"].shape:
-        found["norm"] = jnp.array(norm, jnp.float32)  # copied: training donates it
+        result["norm"] = jnp.array(norm, jnp.float32)  # copied: training donates it
+    copied: list[str] = []
     for i, source in enumerate(spread_layers(*configs)):
-        layer, name = target.get(f"layers_{source}", {}), f"layers_{i}"
-        found[name], count = replaced(params[name], _as_drafter_layer(layer, configs[0]))
-        copied += [str(source)] if count else []
+        layer = target.get(f"layers_{source}", {})
+        name = f"layers_{i}"
+        result[name], count = replaced(params[name], _as_drafter_layer(layer, configs[0]))
+        if count:
+            copied.append(str(source))
     if not copied:
-        return found, "random layers: none of the target has a fitting shape"
-    return found, f"what fits of the target's layers {', '.join(copied)}"
+        return result, "random layers: none of the target has a fitting shape"
+    return result, f"what fits of the target's layers {', '.join(copied)}"
 
 
 def spread_layers(target: TargetConfig, drafter: DrafterConfig) -> list[int]:
     """Return a target layer for each drafter layer, evenly spread, the last one last."""
-    count, last = drafter.num_layers, target.num_layers - 1
+    count = drafter.num_layers
+    last = target.num_layers - 1
     return [last - (count - 1 - i) * target.num_layers // count for i in range(count)]
 
 
@@ -103,19 +110,25 @@ def _as_drafter_layer(layer: Params, config: TargetConfig) -> Params:
     return layer | {"attention": attention}
 
 
-def replaced(params: Params, given: Params) -> tuple[Params, int]:
-    """Return parameters replaced by given ones of the same name and shape, and their number."""
-    found, count = {}, 0
+def replaced(params: Params, new_params: Params) -> tuple[Params, int]:
+    """Return parameters with those of `new_params` that have the same name and shape.
+
+    Returns:
+      The parameters, and how many were replaced.
+    """
+    result: Params = {}
+    count = 0
     for name, value in params.items():
-        other = given.get(name)
+        new = new_params.get(name)
         if isinstance(value, dict):
-            found[name], more = replaced(value, other if isinstance(other, dict) else {})
+            result[name], more = replaced(value, new if isinstance(new, dict) else {})
             count += more
-        elif getattr(other, "shape", None) == value.shape:
-            found[name], count = jnp.array(other, value.dtype), count + 1
+        elif getattr(new, "shape", None) == value.shape:
+            result[name] = jnp.array(new, value.dtype)
+            count += 1
         else:
-            found[name] = value
-    return found, count
+            result[name] = value
+    return result, count
 
 
 def draft_tokens(
@@ -142,7 +155,7 @@ def draft_tokens(
 def with_draft_vocabulary(
     params: Params, target: Params, tokens: np.ndarray, start: Params | None = None
 ) -> tuple[Params, Params]:
-    """Return parameters with a head for the given tokens, and the table of these tokens.
+    """Return parameters with a head for some tokens, and the table of these tokens.
 
     The table is not trained: see `drafter.FIXED`.
 

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from dflash_jax import distributed
 from dflash_jax.errors import ComputeError
-from dflash_jax.trainer import exchange, saved
+from dflash_jax.trainer import saved
 from dflash_jax.trainer.files import saved_as
 from dflash_jax.utils.progress import time_left
 
@@ -89,7 +90,7 @@ class TrainingRun:
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """Those who watch a run; calling it reports a line of progress.
+    """The functions that watch a run; calling it reports a line of progress.
 
     Attributes:
       on_progress: called with lines.
@@ -131,7 +132,8 @@ def fit(
       CheckpointError: the saved state belongs to another run, or the disk is full.
     """
     first, state = saved.newest(run.path, state, run.identity)
-    window, group = MetricsWindow(run, first), exchange.current()
+    window = MetricsWindow(run, first)
+    group = distributed.current()
     with stop_flag() as flag:
         for step in range(first, run.steps):
             state, metrics = advance(state, step)
@@ -157,7 +159,8 @@ class MetricsWindow:
     """Metrics of the steps since the last progress line: checked, logged and averaged."""
 
     def __init__(self, run: TrainingRun, first: int):
-        self._run, self._step = run, first
+        self._run = run
+        self._step = first
         self._seen: list[Metrics] = []
         self._since = time.monotonic()
         if run.log is not None:
@@ -174,7 +177,8 @@ class MetricsWindow:
         Raises:
           ComputeError: a metric is not finite; the message names step and batch.
         """
-        first, seen = self._step, [{k: float(v) for k, v in m.items()} for m in self._seen]
+        first = self._step
+        seen = [{name: float(x) for name, x in metrics.items()} for metrics in self._seen]
         for number, metrics in enumerate(seen, first):
             if not np.isfinite(list(metrics.values())).all():
                 raise ComputeError(self._explanation(number, metrics))
@@ -185,7 +189,9 @@ class MetricsWindow:
             append_lines(self._run.log, [json.dumps(line) for line in lines])
         for line in lines:
             self._run.on_step(line)
-        self._seen, self._since, self._step = [], now, first + len(seen)
+        self._seen = []
+        self._since = now
+        self._step = first + len(seen)
         names = dict.fromkeys(name for m in seen for name in m if not name.endswith(BOUNDS))
         means = {name: np.mean([m[name] for m in seen if name in m]) for name in names}
         remaining = self._run.steps - self._step
@@ -195,7 +201,7 @@ class MetricsWindow:
     def _explanation(self, number: int, metrics: dict[str, float]) -> str:
         run = self._run
         values = ", ".join(f"{k} {v}" for k, v in metrics.items())
-        kept, last = number // run.save_every * run.save_every, ""
+        kept = number // run.save_every * run.save_every
         last = f"the state after step {kept} is kept in {run.path}" if kept else "none is saved yet"
         return (
             f"{run.label}: step {number + 1} gave {values}, at {run.batch(number)}; training"
@@ -243,7 +249,8 @@ def plot_log(log: Path, out: Path) -> Path:
 def _plot_held_out(axis: Any, lines: list[dict[str, Any]]) -> None:
     """Draw the acceptance length of held-out prompts with its interval."""
     steps = [line["step"] for line in lines]
-    low, high = ([x.get(HELD_OUT + end, x[HELD_OUT]) for x in lines] for end in BOUNDS)
+    low = [line.get(f"{HELD_OUT}_low", line[HELD_OUT]) for line in lines]
+    high = [line.get(f"{HELD_OUT}_high", line[HELD_OUT]) for line in lines]
     axis.plot(steps, [line[HELD_OUT] for line in lines], marker="o", color="tab:orange")
     axis.fill_between(steps, low, high, alpha=0.2, color="tab:orange")
     axis.set(xlabel="step", title="acceptance length of held-out prompts")

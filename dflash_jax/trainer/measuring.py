@@ -4,6 +4,7 @@ Rounds of one answer resemble each other, so intervals come from drawing whole p
 """
 
 import dataclasses
+import itertools
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,9 +23,12 @@ from dflash_jax.trainer import data
 from dflash_jax.trainer.evaluate import prompt_ids
 from dflash_jax.utils.sources import Source
 
-DRAWS, LEVEL, SEED = 2000, 0.95, 0  # of intervals
+# Intervals hold LEVEL of the figures of DRAWS samples of prompts, drawn by SEED.
+DRAWS = 2000
+LEVEL = 0.95
+SEED = 0
 SHORTEST = 128  # contexts of the first class have fewer tokens; each class is twice as long
-TOKENS = 128  # of an answer
+TOKENS = 128  # most tokens of an answer
 
 
 class Estimate(NamedTuple):
@@ -47,10 +51,10 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AcceptanceFigures:
-    """How many drafts were accepted in some rounds.
+    """Figures of the drafts that were accepted in some rounds.
 
     Attributes:
-      prompts, rounds: their numbers.
+      prompts, rounds: how many prompts and rounds there were.
       length: tokens of a round, the bonus token included (τ).
       positions: share of the drafts at each position that were accepted, of those verified there;
         a draft counts as accepted if all before it were, too.
@@ -67,9 +71,9 @@ class Measurement:
     """Result of `dj.measure`; it prints as a table.
 
     Attributes:
-      total: of all rounds.
-      kinds: by kind of prompt.
-      contexts: by the number of tokens before the round, such as "128-255".
+      total: figures of all rounds.
+      kinds: figures by kind of prompt.
+      contexts: figures by the number of tokens before the round, such as "128-255".
     """
 
     total: AcceptanceFigures
@@ -78,13 +82,13 @@ class Measurement:
 
     def __str__(self) -> str:
         rows = [("all", self.total), *self.kinds.items()]
-        rows += [(f"context {name}", found) for name, found in self.contexts.items()]
+        rows += [(f"context {name}", figures) for name, figures in self.contexts.items()]
         width = max(len(name) for name, _ in rows)
         lines = [f"{'':{width}}  prompts  rounds  tokens per round     accepted by position"]
-        for name, found in rows:
-            shares = " ".join(str(x._replace(low=None)) for x in found.positions)
-            counts = f"{found.prompts:>7}  {found.rounds:>6}"
-            lines.append(f"{name:{width}}  {counts}  {found.length!s:<19}  {shares}")
+        for name, figures in rows:
+            shares = " ".join(str(x._replace(low=None)) for x in figures.positions)
+            counts = f"{figures.prompts:>7}  {figures.rounds:>6}"
+            lines.append(f"{name:{width}}  {counts}  {figures.length!s:<19}  {shares}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -103,10 +107,10 @@ class Measurement:
             raise RequestError(f"a plot needs {error.name}; {install_hint('plot')}") from error
         figure = Figure(figsize=(10, 3.4), layout="constrained")
         left, middle, right = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-        for name, found in (self.kinds or {"all": self.total}).items():
-            values, low, high = _arrays(found.positions)
+        for name, figures in (self.kinds or {"all": self.total}).items():
+            values, low, high = _arrays(figures.positions)
             places = np.arange(1, len(values) + 1)
-            label = f"{name}, τ = {found.length._replace(low=None)}"
+            label = f"{name}, τ = {figures.length._replace(low=None)}"
             left.plot(places, values, marker="o", label=label)
             left.fill_between(places, low, high, alpha=0.2)
         left.set(xlabel="position of the draft", ylabel="share accepted", ylim=(0, 1))
@@ -115,7 +119,7 @@ class Measurement:
             (middle, "kind of prompt", self.kinds),
             (right, "tokens of context", self.contexts),
         ):
-            values, low, high = _arrays([found.length for found in rows.values()])
+            values, low, high = _arrays([figures.length for figures in rows.values()])
             errors = np.maximum([values - low, high - values], 0)
             axis.errorbar([*rows], values, errors, fmt="o", capsize=4)
             axis.set(xlabel=label, ylabel="tokens per round (τ)")
@@ -134,11 +138,11 @@ def measure(
     """Answer prompts with whole blocks of drafts, and return which drafts were accepted.
 
     Args:
-      engine: with a drafter. What it measured about drafting is set aside meanwhile.
+      engine: an engine with a drafter. What it measured about drafting is set aside meanwhile.
       prompts: user turns, conversations, lists of token ids, or dicts like the lines of
         `dflash-jax train --data`; a file of such lines; or lists of them by kind. By default the
         kinds are chat, code (of texts) and ids.
-      options: of `dj.SamplingParams`; answers have 128 tokens at most by default.
+      options: fields of `dj.SamplingParams`; answers have 128 tokens at most by default.
 
     Raises:
       ConfigError: a prompt has none of the known forms.
@@ -149,18 +153,20 @@ def measure(
     if engine.graph.pair.drafter is None or options.get("speculative") is False:
         raise RequestError("nothing is drafted; expected an engine with a drafter, and drafting")
     kinds = by_kind(prompts)
-    asked = [(kind, prompt_ids(engine, x)) for kind, every in kinds.items() for x in every]
+    asked: list[tuple[str, list[int]]] = []
+    for kind, entries in kinds.items():
+        asked += [(kind, prompt_ids(engine, entry)) for entry in entries]
     if not asked:
         raise RequestError(f"prompts is {prompts!r}; expected some prompts")
-    given: SamplingOptions = {"max_tokens": TOKENS}
-    given = {**given, **options, "trace": True}
-    meter, runs = engine.core.meter, engine.generate_many
+    traced: SamplingOptions = {"max_tokens": TOKENS}
+    traced = {**traced, **options, "trace": True}
+    meter = engine.core.meter
     known = meter.value
     enabled = meter.enabled
     try:
         meter.enabled = False
         meter.value = BreakEven()
-        results = runs([ids for _, ids in asked], **given)
+        results = engine.generate_many([ids for _, ids in asked], **traced)
     finally:
         meter.value = known
         meter.enabled = enabled
@@ -176,19 +182,19 @@ def by_kind(prompts: Any) -> dict[str, list[dict[str, Any]]]:
     if isinstance(prompts, str | os.PathLike):
         examples = data.read(Path(prompts))
     elif isinstance(prompts, Mapping):
-        return {
-            str(kind): [entry for some in by_kind(every).values() for entry in some]
-            for kind, every in prompts.items()
-        }
+        chosen = {}
+        for kind, every in prompts.items():
+            chosen[str(kind)] = [*itertools.chain.from_iterable(by_kind(every).values())]
+        return chosen
     elif isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise RequestError(f"prompts is {prompts!r}; expected a list, a file, or lists by kind")
     else:
         examples = [data.example(data.line(x), f"prompt {i}") for i, x in enumerate(prompts)]
-    found: dict[str, list[dict[str, Any]]] = {}
+    entries: dict[str, list[dict[str, Any]]] = {}
     for example in examples:
         entry = example.entry()
-        found.setdefault(entry["kind"], []).append(entry)
-    return found
+        entries.setdefault(entry["kind"], []).append(entry)
+    return entries
 
 
 class DraftedRound(NamedTuple):
@@ -205,17 +211,19 @@ def measurement(kinds: Sequence[str], results: Sequence[Result], places: int) ->
     """Return the figures of traced answers.
 
     Args:
-      kinds: of the prompts.
+      kinds: the kind of each prompt.
       places: drafts of a block.
     """
-    rounds = np.array([x for i, result in enumerate(results) for x in _rounds(i, result)], int)
-    rounds = rounds.reshape(-1, len(DraftedRound._fields))
+    drafted: list[DraftedRound] = []
+    for i, result in enumerate(results):
+        drafted += _rounds(i, result)
+    rounds = np.array(drafted, int).reshape(-1, len(DraftedRound._fields))
     kind_of = np.array([*kinds])[rounds[:, 0]] if len(rounds) else np.array([], str)
     # 0 for contexts below `SHORTEST`, 1 below twice as many, and so on.
     classes = np.ceil(np.log2(np.maximum((rounds[:, 1] + 1) / SHORTEST, 1))).astype(int)
     contexts = {}
     for number in np.unique(classes):
-        start = number and SHORTEST << (number - 1)
+        start = SHORTEST << (number - 1) if number else 0
         name = f"{start}-{(SHORTEST << number) - 1}"
         contexts[name] = acceptance(rounds[classes == number], places)
     return Measurement(
@@ -226,13 +234,14 @@ def measurement(kinds: Sequence[str], results: Sequence[Result], places: int) ->
 
 
 def _rounds(prompt: int, result: Result) -> list[DraftedRound]:
-    found, context = [], result.stats.prompt_tokens
+    rounds = []
+    context = result.stats.prompt_tokens
     for part in result.trace:
         if part.proposed and part.tokens:
             kept = len(part.tokens)
-            found.append(DraftedRound(prompt, context, kept, part.proposed, part.accepted))
+            rounds.append(DraftedRound(prompt, context, kept, part.proposed, part.accepted))
         context += len(part.tokens)
-    return found
+    return rounds
 
 
 def acceptance(rounds: Int[np.ndarray, "R 5"], places: int) -> AcceptanceFigures:
@@ -275,10 +284,10 @@ def _known(x: float) -> float | None:
     return None if np.isnan(x) else float(x)
 
 
-def _arrays(found: Sequence[Estimate]) -> Float[np.ndarray, "3 N"]:
+def _arrays(estimates: Sequence[Estimate]) -> Float[np.ndarray, "3 N"]:
     """Return values and bounds; bounds that are not known are the values."""
     rows = [[x.value, x.value if x.low is None else x.low,
-             x.value if x.high is None else x.high] for x in found]  # fmt: skip
+             x.value if x.high is None else x.high] for x in estimates]  # fmt: skip
     return np.array(rows, float).reshape(-1, 3).T
 
 

@@ -12,12 +12,12 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from dflash_jax.config.family import drafter_kinds
 from dflash_jax.errors import ConfigError
+from dflash_jax.families import drafter_kinds
 from dflash_jax.nn.objective import Places, Scores
 from dflash_jax.trainer.recipes import AUF, DPACE, KL, MIX, UNIFORM, VAT, Recipe
 
-LOGIT_ELEMENTS = 1 << 25  # of one chunk: 128 MiB
+LOGIT_ELEMENTS = 1 << 25  # logits of one chunk: 128 MiB
 
 
 def scorer(
@@ -135,7 +135,7 @@ def pace(
 class Sums:
     """Sums of a batch, or of a part of one, that make its loss and metrics."""
 
-    loss: Float[Array, ""]  # of weighted places
+    loss: Float[Array, ""]  # losses of places times their weights
     weight: Float[Array, ""]
     head: Float[Array, ""]
     head_weight: Float[Array, ""]
@@ -143,7 +143,7 @@ class Sums:
     places: Float[Array, ""]  # places that count
     run: Float[Array, ""]  # leading right drafts of blocks at random, whose places all count
     blocks: Float[Array, ""]
-    chained_run: Float[Array, ""]  # of blocks where decoding would draft
+    chained_run: Float[Array, ""]  # the same of blocks where decoding would draft
     chained_blocks: Float[Array, ""]
 
 

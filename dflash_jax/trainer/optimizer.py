@@ -22,7 +22,8 @@ MATRIX_FACTOR = 5.0  # Muon's rate over AdamW's
 UPDATE_RMS = 0.2
 MOMENTUM = 0.95
 ITERATIONS = 5
-QUINTIC = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5, by Jordan: steep at 0, near 1 above
+# Factors of x, x^3 and x^5, by Jordan: the polynomial is steep at 0, and near 1 above.
+QUINTIC = (3.4445, -4.7750, 2.0315)
 TINY = 1e-8
 
 TABLES = (
@@ -34,7 +35,7 @@ TABLES = (
     "markov_w2",
     "correction_out",
 )  # fmt: skip  (one entry per token)
-KERNELS = ("base",)  # of convolutions
+KERNELS = ("base",)  # kernels of convolutions
 EMBEDDING = "embedding"  # a table of Flax's layers
 
 
@@ -147,7 +148,8 @@ def orthogonal(matrix: Float[Array, "M N"]) -> Float[Array, "M N"]:
     x = matrix / (jnp.linalg.norm(matrix) + TINY)
     a, b, c = QUINTIC
     times = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    eye, gram = jnp.eye(len(x), dtype=x.dtype), times(x, x.T)
+    eye = jnp.eye(len(x), dtype=x.dtype)
+    gram = times(x, x.T)
     steps = step = a * eye + b * gram + c * times(gram, gram)
     for _ in range(1, ITERATIONS):
         gram = times(times(step, gram), step)

@@ -83,22 +83,23 @@ def first_params(start: TrainedDrafter) -> Any:
 
 
 class LabelSampler:
-    """A `protocols.DraftSampler` that chooses the labels, and keeps the logits that it is given.
+    """A `protocols.DraftSampler` that chooses the labels, and keeps the logits that it gets.
 
     Attributes:
-      together: logits of all places and the token of each logit, if they were chosen at once.
-      alone: the same of each place that was chosen by itself.
+      together: logits of all positions and the token of each logit, if they were chosen at once.
+      alone: logits and tokens of each position that was chosen by itself.
     """
 
     keeps_logits = True
 
     def __init__(self, labels: Int[Array, "B R"], anchor: Int[Array, " B"]):
-        self.labels, self.anchor = labels, anchor
+        self.labels = labels
+        self.anchor = anchor
         self.together: tuple[Array, Array | None] | None = None
         self.alone: dict[int, tuple[Array, Array | None]] = {}
 
     @property
-    def places(self) -> int:
+    def num_drafts(self) -> int:
         """Number of drafts of a block."""
         return self.labels.shape[1]
 
@@ -110,17 +111,17 @@ class LabelSampler:
     def sample_all(
         self, logits: Float[Array, "B R N"], ids: Int[Array, " N"] | None = None
     ) -> DraftChoice:
-        """Choose the label of each place."""
+        """Choose the label of each position."""
         self.together = logits, ids
         index, _ = among(self.labels[:, : logits.shape[1]], logits, ids)
         return DraftChoice(index, jnp.ones(self.anchor.shape, bool))
 
     def sample_one(
-        self, logits: Float[Array, "B N"], place: int, ids: Int[Array, "*rows N"] | None = None
+        self, logits: Float[Array, "B N"], at: int, ids: Int[Array, "*rows N"] | None = None
     ) -> DraftChoice:
-        """Choose the label of one place."""
-        self.alone[place] = logits, ids
-        index, _ = among(self.labels[:, place], logits, ids)
+        """Choose the label of one position."""
+        self.alone[at] = logits, ids
+        index, _ = among(self.labels[:, at], logits, ids)
         return DraftChoice(index, jnp.ones(self.anchor.shape, bool))
 
     def draft(
@@ -128,48 +129,48 @@ class LabelSampler:
         tokens: Int[Array, "B R"],
         finite: Bool[Array, " B"],
         *,
-        survival: Float[Array, "B R"] | None = None,
+        confidence: Float[Array, "B R"] | None = None,
         logits: Float[Array, "B R N"] | None = None,
-        ids: Int[Array, "*places N"] | None = None,
+        ids: Int[Array, "*positions N"] | None = None,
     ) -> Draft:
-        """Assemble a draft; logits that are given with it are those of its places."""
+        """Assemble a draft; logits that are given with it are those of its positions."""
         if logits is not None:
             self.together = logits, ids
         return Draft(jnp.concatenate([self.anchor[:, None], tokens], axis=1), finite)
 
     def certain(self, tokens: Int[Array, "B R"], count: Int[Array, " B"] | None = None) -> Draft:
-        """Draft given tokens."""
+        """Draft these tokens."""
         return self.draft(tokens, jnp.ones(self.anchor.shape, bool))
 
     def kept(self, drafter: Any) -> tuple[Float[Array, "B R N"], Int[Array, "..."] | None]:
-        """Return the logits of all places, and the token of each if that is not its index.
+        """Return the logits of all positions, and the token of each if that is not its index.
 
         Raises:
-          ConfigError: the drafter chose a place without the sampler.
+          ConfigError: the drafter chose a position without the sampler.
           PlanError: its logits have another shape.
         """
-        found = self.together
-        if found is None and [*self.alone] == [*range(self.places)]:
+        kept = self.together
+        if kept is None and [*self.alone] == [*range(self.num_drafts)]:
             logits = jnp.stack([x for x, _ in self.alone.values()], axis=1)
             named = [jnp.broadcast_to(i, x.shape) for x, i in self.alone.values() if i is not None]
-            found = logits, jnp.stack(named, axis=1) if named else None
-        if found is None:
+            kept = (logits, jnp.stack(named, axis=1) if named else None)
+        if kept is None:
             raise ConfigError(
                 f"{type(drafter).__name__}.propose chose no drafts from logits, so there is nothing"
-                " to train; expected sampler.sample_all(logits), sampler.sample_one(logits, place)"
-                " for each place, or sampler.draft(tokens, finite, logits=logits). An engine"
+                " to train; expected sampler.sample_all(logits), sampler.sample_one(logits, at)"
+                " for each position, or sampler.draft(tokens, finite, logits=logits). An engine"
                 " without this drafter trains one of the recipe's kind"
             )
-        shape = (*self.labels.shape, found[0].shape[-1])
-        expect_floats(drafter, "propose as logits", found[0], shape, "B, places, N")
-        return found
+        shape = (*self.labels.shape, kept[0].shape[-1])
+        expect_floats(drafter, "propose as logits", kept[0], shape, "B, places, N")
+        return kept
 
 
 def among(
-    labels: Int[Array, "B *places"],
-    logits: Float[Array, "B *places N"],
+    labels: Int[Array, "B *positions"],
+    logits: Float[Array, "B *positions N"],
     ids: Int[Array, "..."] | None,
-) -> tuple[Int[Array, "B *places"], Bool[Array, "B *places"] | None]:
+) -> tuple[Int[Array, "B *positions"], Bool[Array, "B *positions"] | None]:
     """Return the index of each label among logits, and whether it is there; None if all are.
 
     Args:
@@ -205,8 +206,14 @@ def scores(
     """
     rows, length = tokens.shape
     dtype = recipe.training_dtype
-    sizes: dict[str, Any] = {"rows": rows, "max_length": length, "chunk": length, "dtype": dtype}
-    plan = dataclasses.replace(LEAST, block=recipe.block, **sizes)
+    plan = dataclasses.replace(
+        LEAST,
+        block=recipe.block,
+        rows=rows,
+        max_length=length,
+        chunk=length,
+        dtype=dtype,  # pyrefly: ignore
+    )
     empty = pair.drafter.empty(drafter_caches(pair, plan))
     taps = tuple(tap.astype(dtype) for tap in features.taps)
     observed = pair.observe(params, empty, Observed(tokens, taps), jnp.zeros(rows, jnp.int32))
@@ -215,8 +222,9 @@ def scores(
         first = jnp.take_along_axis(tokens, anchor[:, None], axis=1)[:, 0]
         state = committed(pair.drafter, observed, anchor)
         sampler = LabelSampler(labels, first)
-        given = (state, first, anchor, pair.shared(params), sampler)
-        pair.drafter_call(params, *given, method="propose")
+        pair.drafter_call(
+            params, state, first, anchor, pair.shared(params), sampler, method="propose"
+        )
         probs = None
         if features.hidden is not None:
             before = anchoring.slots(anchor[:, None], labels.shape[1], length)[:, 0]
@@ -237,8 +245,8 @@ def scores(
 
     if parts == 1:
         return some((anchors, labels, counts))
-    found = jax.lax.map(jax.checkpoint(some), jax.tree.map(cut, (anchors, labels, counts)))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(labels.shape), found)
+    mapped = jax.lax.map(jax.checkpoint(some), jax.tree.map(cut, (anchors, labels, counts)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(labels.shape), mapped)
 
 
 def scored(

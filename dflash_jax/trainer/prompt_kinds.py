@@ -30,7 +30,7 @@ class Opening:
     """The beginning of a user turn, or a whole turn."""
 
     text: str = ""
-    continued: bool = True  # by the target
+    continued: bool = True  # whether the target continues it
 
 
 def opening(kind: str, seed: int, key: str | int) -> Opening:

@@ -1,8 +1,8 @@
 """Hidden states of a target while it answers, as arrays."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 from jaxtyping import Float
@@ -13,19 +13,8 @@ from dflash_jax.engine.result import Result
 from dflash_jax.engine.sampling_params import SamplingOptions, SamplingParams
 from dflash_jax.errors import RequestError
 from dflash_jax.graph import Graph, Pair
-from dflash_jax.models.recorder import Recorder
 from dflash_jax.trainer.decoding import Taps, decode
-
-# Options of a plan that are of drafts, none of which are made, or of cached prefixes.
-WITHOUT: dict[str, Any] = {
-    "draft_window": 0,
-    "ngram": 0,
-    "min_survival": 0.0,
-    "report_top": 0,
-    "report_drafts": False,
-    "prefix_cache": 0,
-    "prefix_folder": "",
-}
+from dflash_jax.trainer.recorder import Recorder
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,7 +23,7 @@ class Recorded:
 
     Attributes:
       result: the answer, decoded without drafts.
-      token_ids: of prompt and answer, but for the last token, which no step was fed.
+      token_ids: tokens of prompt and answer, except the last one, which no step was fed.
       hidden: the hidden states of these tokens, in the order of `taps`.
       taps: 0 is the input of layer 0, i + 1 the output of layer i.
     """
@@ -63,11 +52,11 @@ def record(
       prompts: texts, or lists of token ids.
       taps: hidden states to return; by default all, from the input of layer 0 to the output of the
         last layer. Each takes a cache of its own.
-      options: of `dj.SamplingParams`.
+      options: fields of `dj.SamplingParams`.
 
     Raises:
       RequestError: a prompt cannot be served, there is no such layer, or the engine has int8
-        caches, several devices, or a target on other hosts.
+        caches, or several devices.
       PlanError: the caches do not fit the memory.
     """
     if not isinstance(engine, Engine):
@@ -75,19 +64,19 @@ def record(
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise RequestError(f"prompts is {prompts!r}; expected a list of texts or of ids")
     chosen = checked(engine, taps)
-    given: SamplingOptions = {**options, "speculative": False}
-    params = SamplingParams.of(None, given)
+    plain: SamplingOptions = {**options, "speculative": False}
+    params = SamplingParams.of(None, plain)
     handles = [engine.prepare(prompt, params)[0] for prompt in prompts]
     asked = [([*handle.sequence.request.prompt], params) for handle in handles]
-    found: dict[int, Float[np.ndarray, "N T D"]] = {}
+    hidden: dict[int, Float[np.ndarray, "N T D"]] = {}
 
     def ended(number: int, read: Taps) -> None:
-        found[number] = read()
+        hidden[number] = read()
 
     with recorder(engine, chosen) as recording:
         results = decode(recording, asked, ended)
     return [
-        Recorded(result, [*ids, *result.token_ids][: found[i].shape[1]], found[i], chosen)
+        Recorded(result, [*ids, *result.token_ids][: hidden[i].shape[1]], hidden[i], chosen)
         for i, ((ids, _), result) in enumerate(zip(asked, results, strict=True))
     ]
 
@@ -98,7 +87,8 @@ def checked(engine: Engine, taps: Sequence[int] | None) -> tuple[int, ...]:
     Raises:
       RequestError: see `record`.
     """
-    plan, last = engine.plan, engine.graph.config.num_layers
+    plan = engine.plan
+    last = engine.graph.config.num_layers
     every = range(last + 1)
     chosen = tuple(every) if taps is None else taps
     known = isinstance(chosen, list | tuple) and len(chosen) > 0
@@ -109,14 +99,24 @@ def checked(engine: Engine, taps: Sequence[int] | None) -> tuple[int, ...]:
         )
     if plan.kv_dtype != "auto":
         raise RequestError(f"kv_dtype is {plan.kv_dtype!r}, which rounds what is kept; use auto")
-    if not isinstance(engine.params, Mapping) or plan.two_devices or plan.mesh != (1, 1):
-        raise RequestError("the engine has several devices or hosts; expected a single one")
+    if plan.two_devices or plan.mesh != (1, 1):
+        raise RequestError("the engine has several devices; expected a single one")
     return tuple(chosen)
 
 
 def recorder(engine: Engine, taps: tuple[int, ...]) -> Engine:
     """Return an engine of the same target whose drafter keeps taps, and drafts nothing."""
     pair = Pair(engine.graph.pair.target, Recorder(taps, engine.graph.config.hidden_size))
-    graph = Graph(pair, dataclasses.replace(engine.plan, **WITHOUT))
+    plan = dataclasses.replace(  # nothing is drafted, and prefixes have no taps
+        engine.plan,
+        draft_window=0,
+        ngram=0,
+        confidence_threshold=0.0,
+        report_top=0,
+        report_drafts=False,
+        prefix_cache=0,
+        prefix_folder="",
+    )
+    graph = Graph(pair, plan)
     params = {"target": engine.params["target"], "drafter": {}}
     return Engine(graph, params, tokenizer=engine.tokenizer)

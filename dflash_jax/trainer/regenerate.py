@@ -13,7 +13,7 @@ from dflash_jax.graph.keys import Variant
 from dflash_jax.plan import Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer.decoding import EnginePool, Taps, decode
-from dflash_jax.trainer.features import FeatureStore
+from dflash_jax.trainer.feature_store import FeatureStore
 from dflash_jax.trainer.files import sound
 from dflash_jax.trainer.groups import StageProgress, in_threads, results, stored
 from dflash_jax.trainer.recipes import Bucket
@@ -28,7 +28,7 @@ class AnswerPrompt:
 
     Attributes:
       line: index of its example.
-      temperature, seed: of the answer; by default those of its group.
+      temperature, seed: options of the answer; by default those of its group.
     """
 
     document: Document
@@ -67,20 +67,20 @@ class Recording:
         """Return greedy answers, and save their features as a part of the store.
 
         Raises:
-          CheckpointError: the disk is full, or the taps overflow the stored type.
+          CheckpointError: the disk is full.
         """
         taps: dict[int, np.ndarray] = {}
 
         def ended(number: int, read: Taps) -> None:
-            taps[number] = self.store.rounded(read()[:, : self.longest])
+            taps[number] = self.store.bits(read()[:, : self.longest])
 
         requests = [(prompt.document.ids.tolist(), params) for prompt in asked]
         answers = [x.token_ids for x in decode(engine, requests, ended)]
-        found = [
+        rows = [
             (joined(prompt, ids).ids[: self.longest], taps[i])
             for i, (prompt, ids) in enumerate(zip(asked, answers, strict=True))
         ]
-        self.store.add_decoded(name, found)
+        self.store.add_decoded(name, rows)
         return answers
 
 
@@ -179,8 +179,8 @@ def answer(
     def compute(numbers: range) -> Generator[list[list[int]]]:
         return decoder(groups[numbers.start :])
 
-    found = results(path, sizes, compute, label="answers", progress=progress)
-    answers = [ids for group in found for ids in group]
+    groups_of_answers = results(path, sizes, compute, label="answers", progress=progress)
+    answers = [ids for group in groups_of_answers for ids in group]
     asked = [prompt for group in groups for prompt in group.prompts]
     with sound(path):
         return [joined(prompt, ids) for prompt, ids in zip(asked, answers, strict=True)]

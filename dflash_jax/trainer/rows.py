@@ -123,7 +123,7 @@ class Batches:
     seed: int
     _planned: dict[int, list[tuple[int, np.ndarray]]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
-    )  # of the latest epoch: shuffling many rows takes longer than a step
+    )  # the latest epoch's plan: shuffling many rows takes longer than a step
 
     def plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
         """Return (bucket, row numbers) of every batch of an epoch, without a short last batch."""
@@ -142,6 +142,14 @@ class Batches:
             len(rows.tokens) // bucket.rows
             for bucket, rows in zip(self.buckets, self.rows, strict=True)
         )
+
+    def read(self, steps: int) -> list[np.ndarray]:
+        """Return the rows of each bucket that the first steps read."""
+        seen = [np.zeros(len(rows.tokens), bool) for rows in self.rows]
+        for step in range(steps):
+            i, chosen = self.chosen(step)
+            seen[i][chosen] = True
+        return [np.flatnonzero(rows) for rows in seen]
 
     def chosen(self, step: int) -> tuple[int, np.ndarray]:
         """Return the bucket and the row numbers of a step."""

@@ -6,6 +6,7 @@ resumes an interrupted run.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -14,16 +15,16 @@ from typing import Any
 
 import jax
 
+from dflash_jax import distributed
 from dflash_jax.config import AttentionConfig
 from dflash_jax.errors import ComputeError
-from dflash_jax.graph import Pair
 from dflash_jax.target_model import TargetModel
-from dflash_jax.trainer import data, evaluate, exchange, objective, regenerate
+from dflash_jax.trainer import data, evaluate, objective, regenerate
 from dflash_jax.trainer import rows as packing
 from dflash_jax.trainer.data import Usage
 from dflash_jax.trainer.files import saved_as, sound, unless_refused, write_json
 from dflash_jax.trainer.loop import Watch
-from dflash_jax.trainer.recipes import Recipe
+from dflash_jax.trainer.recipes import CACHE, Recipe
 from dflash_jax.trainer.rows import TokenRows
 from dflash_jax.trainer.setup import PARAMS, RUN, BegunRun, begin, check_ids
 from dflash_jax.trainer.sources import TrainingData
@@ -93,18 +94,30 @@ def prepare(
     Other runs take them by `data_of`. Arguments and errors are those of `run`.
     """
     begun = begin(target, source, out, recipe, report=report)
-    model, pair, rows = begun.model, begun.pair, answered_rows(begun)
+    model = begun.model
+    pair = begun.pair
+    rows = answered_rows(begun)
     batches, _ = make_batches(rows, recipe, report)
-    if store := feature_store(out, pair, recipe):
+    if store := feature_store(out, pair, model, recipe):
         cached_features(store, pair, model, recipe, batches, report)
 
 
 def answered_rows(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> list[TokenRows]:
     """Return the training rows of a run that was begun; arguments and errors as for `finish`."""
-    out, model, recipe, (_, usage) = begun.out, begun.model, begun.recipe, begun.held_out()
-    recording = None if decoder else answer_recording(out, begun.pair, recipe)
-    how = {"recording": recording, "decoder": decoder}
-    return stored_rows(out, model, begun.data.training, recipe, begun.report, usage, **how)
+    _, usage = begun.held_out()
+    recording = None
+    if decoder is None:
+        recording = answer_recording(begun)
+    return stored_rows(
+        begun.out,
+        begun.model,
+        begun.data.training,
+        begun.recipe,
+        begun.report,
+        usage,
+        recording=recording,
+        decoder=decoder,
+    )
 
 
 def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Outcome:
@@ -115,8 +128,11 @@ def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Out
     Args:
       decoder: decodes the answers; by default this process, which then records features too.
     """
-    out, recipe, report = begun.out, begun.recipe, begun.report
-    model, group = begun.model, exchange.current()
+    out = begun.out
+    recipe = begun.recipe
+    report = begun.report
+    model = begun.model
+    group = distributed.current()
     rows: list[TokenRows] = []
     if group.first:
         rows = answered_rows(begun, decoder=decoder)
@@ -136,7 +152,9 @@ def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Out
     asked, _ = begun.held_out()
     own = begun.own_trained()
     results = measured(out, begun.target, asked, recipe, report, drafter=own)
-    return Outcome(out / "drafter", results, own and dataclasses.replace(own, results=results))
+    if own is not None:
+        own = dataclasses.replace(own, results=results)
+    return Outcome(out / "drafter", results, own)
 
 
 def watched(begun: BegunRun) -> Watch:
@@ -144,15 +162,16 @@ def watched(begun: BegunRun) -> Watch:
 
     Several hosts would wait for the one that decodes: they measure at the end alone.
     """
-    watch, recipe = Watch.of(begun.report), begun.recipe
+    watch = Watch.of(begun.report)
+    recipe = begun.recipe
     entries, _ = begun.held_out()
-    if not recipe.measure_every or not entries or exchange.current().count > 1:
+    if not recipe.measure_every or not entries or distributed.current().size > 1:
         return watch
     from dflash_jax.trainer.curve import HeldOut
 
-    own = begun.own
-    name = own.module if own else None
-    drafter = TrainedDrafter(begun.config, {}, {}, begun.model, name, recipe.block if own else 0)
+    drafter = TrainedDrafter(begun.config, {}, {}, begun.model)
+    if begun.own is not None:
+        drafter = dataclasses.replace(drafter, module=begun.own.module, block=recipe.block)
     return dataclasses.replace(watch, held_out=HeldOut(drafter, entries, recipe))
 
 
@@ -204,7 +223,8 @@ def stored_rows(
       ConfigError: the data cannot be encoded, or holds unknown token ids.
       CheckpointError: stored answers or rows are damaged.
     """
-    path, fill, longest = out / "rows.npz", 0, recipe.buckets[-1].length
+    path = out / "rows.npz"
+    longest = recipe.buckets[-1].length
     decoder = decoder or regenerate.local_decoder(model, recording, weights=recipe.target_weights)
     if not path.is_file():
         asked, kept = data.split_by_answers(training, recipe)
@@ -214,7 +234,7 @@ def stored_rows(
         ends = model.config.eos_token_ids
         learnt = [data.as_given([one], model.tokenizer, ends, longest) for one in kept]
         usage.leave_out(learnt.count([]), "without an assistant's turn to learn")
-        rows = [document for one in learnt for document in one]
+        rows = [*itertools.chain.from_iterable(learnt)]
         prompts = data.prompts(asked, model.tokenizer, recipe, ends) if asked else []
         usage.answer(asked, prompts, recipe)
         if usage:
@@ -230,21 +250,24 @@ def stored_rows(
                 seed=recipe.seed,
             )
         check_ids((document.ids for document in rows), model.config)
-        if cut := sum(len(document.ids) > longest for document in rows):
+        if cut := len([document for document in rows if len(document.ids) > longest]):
             report(f"{cut} of {len(rows)} rows cut to {longest} tokens, the longest of buckets")
         random.Random(recipe.seed).shuffle(rows)
-        packing.save(path, packing.one_per_row(rows, recipe.buckets, fill=fill))
+        packing.save(path, packing.one_per_row(rows, recipe.buckets, fill=0))
     return packing.load(path)
 
 
-def answer_recording(out: Path, pair: Pair, recipe: Recipe) -> regenerate.Recording | None:
+def answer_recording(begun: BegunRun) -> regenerate.Recording | None:
     """Return how features are recorded while the target answers; None if they cannot be.
 
-    Recording has the taps of greedy answers, but no distributions.
+    Recording has the taps of greedy answers, but no distributions. Their last bits are those of
+    decoding, so nothing is recorded for a recipe whose steps would compute features.
     """
-    if recipe.temperature or objective.wants_distribution(recipe):
+    pair = begun.pair
+    recipe = begun.recipe
+    if recipe.features != CACHE or recipe.temperature or objective.wants_distribution(recipe):
         return None
-    store = feature_store(out, pair, recipe)
+    store = feature_store(begun.out, pair, begun.model, recipe)
     if store is None or not pair.taps:
         return None
     layers = tuple(tap - 1 for tap in pair.taps)
@@ -257,7 +280,7 @@ def write_huggingface(
     """Write a model as a folder that transformers loads, rounded to bfloat16.
 
     Args:
-      fields: of its config.json, in place of those that follow from `config`.
+      fields: fields of its config.json, in place of those that follow from `config`.
     """
     from dflash_jax.converters import export
     from dflash_jax.converters.tree_source import TreeSource
@@ -288,9 +311,14 @@ def measured(
         with saved_as(out / "heldout.jsonl") as partial:
             lines = (json.dumps(entry) + "\n" for entry in entries)
             partial.write_text("".join(lines), encoding="utf-8")
-        how = {"dtype": recipe.dtype, "weights": recipe.target_weights}
+        engine = evaluate.engine_of(
+            target,
+            drafter or out / "drafter",
+            dtype=recipe.dtype,
+            weights=recipe.target_weights,
+        )
         scores = evaluate.evaluate(
-            evaluate.engine_of(target, drafter or out / "drafter", **how),  # pyrefly: ignore
+            engine,
             out / "heldout.jsonl",
             max_tokens=recipe.held_out_tokens,
             report=report,

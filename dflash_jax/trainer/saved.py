@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from dflash_jax import checkpoint
+from dflash_jax import checkpoint, distributed
 from dflash_jax.errors import CheckpointError
-from dflash_jax.trainer import exchange
 from dflash_jax.trainer.files import DAMAGED, remove, write_json
 from dflash_jax.utils import atomic
 from dflash_jax.utils.atomic import new_path
 
 State = TypeVar("State")
 KEPT = 2  # the older one is the fallback if the newest is damaged
-ARRAYS, ABOUT = "arrays", "about.json"
+ARRAYS = "arrays"
+ABOUT = "about.json"
 
 
 def save(folder: Path, step: int, state: State, identity: str) -> None:
@@ -33,7 +33,7 @@ def save(folder: Path, step: int, state: State, identity: str) -> None:
     Raises:
       CheckpointError: the state could not be written; earlier ones stay.
     """
-    group = exchange.current()
+    group = distributed.current()
     if group.first:
         try:
             _write(folder, step, state, identity)
@@ -51,7 +51,8 @@ def _write(folder: Path, step: int, state: Any, identity: str) -> None:
     size = sum(array.nbytes for array in arrays.values())
     with new_path(folder / str(step), overwrite=False, needed=size) as place:
         place.mkdir()
-        files = checkpoint.write_arrays(place / ARRAYS, arrays)
+        checkpoint.write_arrays(place / ARRAYS, arrays)
+        files = checkpoint.stored_files(place / ARRAYS)
         write_json(place / ABOUT, {"crc32": _sum(identity, files), "state": [identity, files]})
     for old in _steps(folder)[:-KEPT]:
         remove(folder / str(old))
@@ -72,19 +73,20 @@ def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
       CheckpointError: the saved state belongs to another run, or cannot be read.
       HostError: hosts see different states.
     """
-    if exchange.current().first:
+    if distributed.current().first:
         _clear_fragments(folder)  # no save follows where the last step is saved already
     step = next(reversed(_steps(folder)), 0)
-    exchange.current().agree("the newest saved step", step)
+    distributed.current().agree("the newest saved step", step)
     if not step:
         return 0, state
-    flat, structure = _flat(state), jax.tree.structure(state)
+    flat = _flat(state)
+    structure = jax.tree.structure(state)
     try:
         about = json.loads((folder / str(step) / ABOUT).read_text(encoding="utf-8"))
-        [found, files], crc32 = about["state"], about["crc32"]
-        if _sum(found, files) != crc32:
+        recorded, files = about["state"]
+        if _sum(recorded, files) != about["crc32"]:
             raise ValueError(f"the checksum of {ABOUT} is wrong")
-        if found != identity:
+        if recorded != identity:
             raise CheckpointError(
                 f"{folder} was saved by another preset or seed; remove it, or train into another"
                 " folder"
@@ -108,10 +110,10 @@ def _sum(identity: str, files: dict[str, dict[str, int]]) -> int:
 
 def _check(folder: Path, files: dict[str, dict[str, int]]) -> None:
     """Raise ValueError unless a folder holds exactly these files, as they were written."""
-    found = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if not p.is_dir()}
-    if changed := sorted(found.keys() ^ files.keys()):
+    present = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if not p.is_dir()}
+    if changed := sorted(present.keys() ^ files.keys()):
         raise ValueError(f"{changed[0]} is {'missing' if changed[0] in files else 'not of it'}")
-    for name, path in found.items():
+    for name, path in present.items():
         size = path.stat().st_size
         if not path.is_file() or path.is_symlink() or size != files[name]["bytes"]:
             raise ValueError(f"{name} has {size} bytes; expected {files[name]['bytes']}")

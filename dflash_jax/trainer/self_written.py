@@ -8,11 +8,9 @@ so it does not depend on the turns that are decoded next to it.
 import collections
 import contextlib
 import dataclasses
-import enum
 import functools
 import hashlib
 import itertools
-import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,12 +24,14 @@ from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.trainer import prompt_kinds
 from dflash_jax.trainer.data import Example
 from dflash_jax.trainer.decoding import EnginePool, decode
+from dflash_jax.trainer.duplicates import DuplicateFilter
 from dflash_jax.trainer.files import saved_as, sound, write_json
 from dflash_jax.trainer.groups import StageProgress, in_threads, results, stored
 from dflash_jax.trainer.prompt_kinds import Opening
 from dflash_jax.trainer.recipes import Bucket, Recipe
 
-FILE, REPORT = "turns.jsonl", "turns.json"
+FILE = "turns.jsonl"
+REPORT = "turns.json"
 FILES = "turns*.json*"  # all of them
 MOST_TRIES = 4  # turns written for each that is wanted, at most
 GROUP = 4  # turns of a group, in multiples of the rows; a finished group is saved
@@ -39,7 +39,7 @@ CHUNK = 8  # tokens of a prefill: short, since all but the last few tokens are a
 WORDS = "dflashuserwords"  # stands for the user's words in the template
 FEWEST_CHARACTERS = 8
 OPENING_TOKENS = 64  # at most, of an opening that the target continues
-SCRIPT_SHARE = 0.9  # of a turn's letters
+SCRIPT_SHARE = 0.9  # share of a turn's letters that belong to its scripts
 ANY = "any"
 
 
@@ -71,8 +71,8 @@ def user_header(model: TargetModel, recipe: Recipe) -> UserHeader:
         text = tokenizer.render([{"role": "user", "content": WORDS}])
     except RequestError as error:
         raise ConfigError(f"the target cannot write user turns: {error}") from error
-    before, found, after = text.partition(WORDS)
-    if not found or not before:
+    before, marker, after = text.partition(WORDS)
+    if not marker or not before:
         raise ConfigError(
             "the chat template has nothing before the user's words, so the target cannot be made to"
             ' write them; give prompts of your own with --data FILE, as lines of {"prompt": ...}'
@@ -141,7 +141,8 @@ def write_turns(
 
 def _write(path: Path, pool: EnginePool, kept: "TurnFilter", report: Callable[[str], None]) -> None:
     """Have the target write the turns of a kind, until enough are kept."""
-    maker, count = kept.maker, kept.wanted
+    maker = kept.maker
+    count = kept.wanted
     bucket = Bucket(length=maker.room, rows=maker.recipe.answer_buckets[0].rows)
     size = bucket.rows * GROUP
     sizes = [size] * -(-MOST_TRIES * count // size)
@@ -152,9 +153,9 @@ def _write(path: Path, pool: EnginePool, kept: "TurnFilter", report: Callable[[s
         work = functools.partial(_group, pool, bucket, maker)
         label = f"{maker.kind} turns".strip()
         progress = StageProgress(label, count, "kept", report, done=len(kept.turns))
-        found = results(path, sizes, in_threads(work, pool.count(bucket)), label=label)
-        with contextlib.closing(found):
-            for group in itertools.islice(found, len(before), None):
+        groups = results(path, sizes, in_threads(work, pool.count(bucket)), label=label)
+        with contextlib.closing(groups):
+            for group in itertools.islice(groups, len(before), None):
                 progress(kept.take(path, group))
                 if not kept.wanted:
                     break
@@ -167,8 +168,10 @@ def _group(pool: EnginePool, bucket: Bucket, maker: "TurnMaker", number: int) ->
     numbers = range(number * size, number * size + size)
     asked = {i: maker.request(i) for i in numbers if maker.opening(i).continued}
     with pool.engine(bucket) as engine:
-        found = dict(zip(asked, decode(engine, [*asked.values()]), strict=True))
-    turns = {i: [x.token_ids, x.finish_reason == "stop"] for i, x in found.items()}
+        answers = decode(engine, [*asked.values()])
+    turns: dict[int, list[Any]] = {}
+    for i, answer in zip(asked, answers, strict=True):
+        turns[i] = [answer.token_ids, answer.finish_reason == "stop"]
     return [turns.get(i, [[], True]) for i in numbers]
 
 
@@ -215,7 +218,8 @@ class TurnMaker:
 
     def read(self, key: int | str, ids: list[int], ended: bool) -> tuple[str, str | None]:
         """Return the text of a turn, and why it cannot be used."""
-        opening, recipe = self.opening(key), self.recipe
+        opening = self.opening(key)
+        recipe = self.recipe
         if not opening.continued:
             return opening.text, None
         content = ids[:-1] if ids and ids[-1] in self.header.stop_ids else ids
@@ -242,7 +246,8 @@ class TurnFilter:
         self.maker = maker
         self.turns: list[str] = []
         self.dropped: collections.Counter[str] = collections.Counter()
-        self._count, self._alike = count, alike
+        self._count = count
+        self._alike = alike
 
     @property
     def conversations(self) -> list[Example]:
@@ -274,7 +279,7 @@ class TurnFilter:
         short = f" instead of {self._count:,}" if self.wanted else ""
         of = f"{self.written:,} self-written {self.maker.kind}".strip()
         line = f"keeping {len(self.turns):,}{short} of {of} turns"
-        return line + (f": {self.reasons}" if self.dropped else "")
+        return f"{line}: {self.reasons}" if self.dropped else line
 
     def take(self, path: Path, group: list[Any]) -> int:
         """Take the turns of a group until there are enough; return the number of kept ones.
@@ -306,7 +311,8 @@ def is_readable(text: str) -> bool:
 def is_written_in(text: str, scripts: Sequence[str]) -> bool:
     """Return whether nearly all letters of a text belong to the scripts."""
     letters = [_script(c) for c in text if c.isalpha()]
-    return sum(x in scripts for x in letters) >= SCRIPT_SHARE * len(letters)
+    own = [script for script in letters if script in scripts]
+    return len(own) >= SCRIPT_SHARE * len(letters)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -323,74 +329,3 @@ def check_scripts(scripts: Sequence[str]) -> None:
             f"turn_scripts has {unknown[0]!r}; expected {ANY}, or first words of the Unicode names"
             " of letters, such as latin, cyrillic, greek, cjk, hiragana, katakana, hangul, arabic"
         )
-
-
-THRESHOLD = 0.7  # Jaccard similarity of word pairs from which texts are nearly equal
-
-
-class Likeness(enum.Enum):
-    """How a text resembles an earlier one."""
-
-    EQUAL = "equal to an earlier one"
-    NEAR = "nearly equal to an earlier one"
-
-
-class DuplicateFilter:
-    """Finds texts that resemble an earlier text.
-
-    Texts are compared without case, punctuation and spacing. The search for similar texts is
-    complete: two sets with a Jaccard similarity of at least t share one of the first
-    n - ceil(t n) + 1 elements in any common order (prefix filtering: Chaudhuri et al. 2006), so
-    only those are indexed.
-
-    Args:
-      texts: earlier texts.
-      threshold: Jaccard similarity from which texts are nearly equal.
-    """
-
-    def __init__(self, texts: Sequence[str] = (), threshold: float = THRESHOLD):
-        self._threshold = threshold
-        self._seen: set[tuple[str, ...]] = set()
-        self._pairs: list[frozenset[bytes]] = []
-        self._by_pair: dict[bytes, list[int]] = {}
-        for text in texts:
-            self.add(text)
-
-    def find(self, text: str) -> Likeness | None:
-        """Return how a text resembles an earlier one, without remembering it."""
-        words, pairs, indexed = self._parts(text)
-        if words in self._seen:
-            return Likeness.EQUAL
-        candidates = {i for pair in indexed for i in self._by_pair.get(pair, ())}
-        near = any(self._alike(pairs, self._pairs[i]) for i in candidates)
-        return Likeness.NEAR if near else None
-
-    def add(self, text: str) -> Likeness | None:
-        """Return how a text resembles an earlier one; a text that does not is remembered."""
-        likeness = self.find(text)
-        words, pairs, indexed = self._parts(text)
-        self._seen.add(words)
-        if likeness is None:
-            for pair in indexed:
-                self._by_pair.setdefault(pair, []).append(len(self._pairs))
-            self._pairs.append(pairs)
-        return likeness
-
-    def _parts(self, text: str) -> tuple[tuple[str, ...], frozenset[bytes], list[bytes]]:
-        """Return a text's words, its word pairs, and those of them that are indexed."""
-        words = tuple(re.findall(r"\w+", text.casefold())) or (text,)
-        pairs = frozenset(map(_digest, zip(("", *words), words, strict=False)))
-        return words, pairs, sorted(pairs)[: len(pairs) - self._least(len(pairs)) + 1]
-
-    def _least(self, size: int) -> int:
-        """Return the least number of elements that a set of a size shares with a similar one."""
-        return -int(-self._threshold * size // 1)
-
-    def _alike(self, one: frozenset[bytes], other: frozenset[bytes]) -> bool:
-        common = len(one & other)
-        return common >= self._threshold * (len(one) + len(other) - common)
-
-
-def _digest(pair: tuple[str, str]) -> bytes:
-    """Return a hash that is the same in every process, unlike Python's own."""
-    return hashlib.blake2b("\0".join(pair).encode(errors="replace"), digest_size=8).digest()

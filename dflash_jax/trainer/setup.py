@@ -15,38 +15,38 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash_jax import distributed
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ConfigError, HostError
 from dflash_jax.graph import Pair
 from dflash_jax.graph.abstract import PlannedPair
-from dflash_jax.graph.build import jit
 from dflash_jax.graph.placement import AXES
 from dflash_jax.plan import LEAST, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
-from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.trainer import (
     data,
     drafter,
-    exchange,
     follow_ups,
     own_modules,
     prompt_kinds,
     self_written,
     sources,
 )
-from dflash_jax.trainer.data import Example, Usage
+from dflash_jax.trainer.data import Usage
+from dflash_jax.trainer.feature_store import weights_digest
 from dflash_jax.trainer.files import claim, differences, saved_as, sound
-from dflash_jax.trainer.recipes import DSPARK, FLOAT, KL, MIX, Recipe, new_drafter
+from dflash_jax.trainer.mask_token import mask_token
+from dflash_jax.trainer.recipes import CACHE, FLOAT, Recipe, new_drafter
 from dflash_jax.trainer.saved import full
 from dflash_jax.trainer.trained import (
     TrainedDrafter,
     pair_of,
     read_params,
 )
-from dflash_jax.trainer.training import Report
+from dflash_jax.trainer.training import Report, feature_store
 
-PARAMS = "params.safetensors"  # of a drafter of one's own, in its folder
+PARAMS = "params.safetensors"  # parameters of a drafter of one's own, in its folder
 RUN = "run.json"  # the settings of a run, in its folder
 
 
@@ -57,8 +57,8 @@ class BegunRun:
     Attributes:
       target, out, recipe, report: arguments of `begin`.
       model: the target.
-      config: of the drafter; None of a module of one's own.
-      params: of the drafter to start from, if there is one.
+      config: the drafter's config; None for a module of one's own.
+      params: parameters of the drafter to start from, if there is one.
       identity: everything that the result depends on.
       own: the drafter to start from, if it is a module of one's own.
     """
@@ -85,8 +85,9 @@ class BegunRun:
             return None
         name = type(self.own.module).__name__
         params = read_params(self.out / "drafter" / PARAMS, self.own.params, name)
-        changes: dict[str, Any] = {"params": params, "target": self.model, "results": {}}
-        return dataclasses.replace(self.own, block=self.recipe.block, **changes)
+        return dataclasses.replace(
+            self.own, block=self.recipe.block, params=params, target=self.model, results={}
+        )
 
     def held_out(self) -> tuple[list[dict[str, Any]], Usage]:
         """Return the held-out prompts, and the count of lines, in which they are entered."""
@@ -112,7 +113,7 @@ def begin(
     The target writes user turns if the source asks for them. Of several hosts, host 0 does this,
     and the others follow.
     """
-    group = exchange.current()
+    group = distributed.current()
     if not group.first:
         return follow(target, out, recipe, report, start, group)
     if recipe.frozen_backbone and not start:
@@ -159,7 +160,9 @@ def begin(
         check_reuse(data_of, about)
     claim(out, RUN, about)
     if data_of:
-        reuse_data(data_of, out, about)
+        reuse_data(data_of, out, with_features=recipe.features == CACHE)
+    pair = pair_of(model, own.module if own else config)
+    feature_store(out, pair, model, recipe)  # fails before the target answers for hours
     identity = json.dumps(about, sort_keys=True)
     every = with_self_written(out, model, given_data, recipe, report)
     group.exchange("begun", about)
@@ -199,7 +202,7 @@ def follow(
     recipe: Recipe,
     report: Report,
     start: Path | TrainedDrafter | None,
-    group: exchange.TrainingHosts,
+    group: distributed.Group,
 ) -> BegunRun:
     """Return the run that host 0 began, without its data.
 
@@ -215,7 +218,7 @@ def follow(
         seen = None
     if seen != json.loads(json.dumps(about)):
         raise HostError(
-            f"{out} on host {group.host} is not the folder that host 0 writes; give an --out in a"
+            f"{out} on host {group.index} is not the folder that host 0 writes; give an --out in a"
             " file system that all hosts share"
         )
     config = new_drafter(recipe, model.config, about["mask_id"])
@@ -301,19 +304,6 @@ def named(model: str | Path | TargetModel | TrainedDrafter) -> str:
     return f"in memory, {weights_digest(model.params)}"
 
 
-def weights_digest(params: dict[str, Any]) -> str:
-    """Return a digest of the bits of all parameters, the same on one device and on a mesh."""
-
-    def total(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        return bits.astype("uint32").sum()
-
-    shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(params)]
-    totals = jax.device_get(jit(lambda tree: jax.tree.map(total, tree))(params))
-    text = f"{shapes} {[int(x) for x in jax.tree.leaves(totals)]}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def read_start(path: Path | TrainedDrafter, config: DrafterConfig) -> dict[str, Any]:
     """Return the parameters of a drafter to start from.
 
@@ -328,10 +318,9 @@ def read_start(path: Path | TrainedDrafter, config: DrafterConfig) -> dict[str, 
     known = isinstance(path, TrainedDrafter)
     source = path if known else open_model(locate(path, "drafter"), role="drafter")
     kind = type(config) if type(source.config) is type(config) else DrafterConfig
-    have, wanted = (
-        {f.name: getattr(c, f.name, None) for f in dataclasses.fields(kind)}
-        for c in (source.config, config)
-    )
+    names = [field.name for field in dataclasses.fields(kind)]
+    have = {name: getattr(source.config, name, None) for name in names}
+    wanted = {name: getattr(config, name, None) for name in names}
     free = ("kind", "num_target_layers", "rope", "dtype", "windows", "speculative_tokens")
     differ = [k for k, v in wanted.items() if have[k] != v and k not in free]
     if differ or not isinstance(source.config, DrafterConfig):
@@ -342,62 +331,15 @@ def read_start(path: Path | TrainedDrafter, config: DrafterConfig) -> dict[str, 
     return source.params if isinstance(source, TrainedDrafter) else source.load("float32")
 
 
-MASK_NAMES = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
-
-
-def mask_token(
-    tokenizer: Tokenizer | None, target: TargetConfig, examples: Sequence[Example] = ()
-) -> tuple[int, str]:
-    """Return a token that no text contains, and a description of its origin.
-
-    It is the tokenizer's mask token, an unused row of the embedding table, or the last special
-    token that neither the chat template nor the examples use.
-
-    Raises:
-      ConfigError: there is none of them.
-    """
-    if tokenizer is not None:
-        named = (tokenizer.specials.get("mask_token"), *MASK_NAMES)
-        for text in filter(None, named):
-            token = tokenizer.core.token_to_id(text)
-            if token is not None and token < target.vocab_size:
-                return token, f"the tokenizer's {text}"
-        unused = 1 + max(tokenizer.core.get_vocab(with_added_tokens=True).values(), default=-1)
-        if unused < target.vocab_size:
-            return unused, "the first unused row of the embedding table"
-        for token, text in _unused_specials(tokenizer, target, examples):
-            return token, f"the special token {text}, which neither template nor data use"
-    raise ConfigError(
-        "no mask token is known: the tokenizer has none, the embedding table has no unused row, and"
-        " template or data use every special token; name a token that never occurs in text with"
-        " mask_id (--mask-id)"
-    )
-
-
-def _unused_specials(
-    tokenizer: Tokenizer, target: TargetConfig, examples: Sequence[Example]
-) -> Iterable[tuple[int, str]]:
-    """Yield special tokens, the last one first: reserved ones come last in vocabularies."""
-    known = tokenizer.core.get_added_tokens_decoder().items()
-    templates = f"{tokenizer.template or ''}{tokenizer.tool_template or ''}"
-    roles = set(tokenizer.specials.values())  # start and end of texts, padding
-    for token, added in sorted(known, reverse=True):
-        text = added.content
-        free = added.special and text not in roles and text not in templates
-        free = free and token < target.vocab_size and token not in target.eos_token_ids
-        if free and not any(token in x.ids or x.contains(text) for x in examples):
-            yield token, text
-
-
-ROWS, FEATURES = "rows.npz", "features"
+ROWS = "rows.npz"
+FEATURES = "features"
 ANSWERS = "answers.jsonl"
-# What decides rows, and what decides features as well.
+# What decides rows.
 OF_RUN = ("target", "data", "self_written", "openings")
 OF_ROWS = ("seed", "dtype", "target_weights", "answers", "prompts", "text_prompts",
            "given", "new_tokens", "text_tokens", "text_prompt", "temperature", "answer_buckets",
            "turn_tokens", "turn_temperature", "turn_scripts", "mixture", "follow_ups",
            "greedy_share", "long_share", "long_tokens")  # fmt: skip
-OF_FEATURES = ("features", "taps", "tap_count")
 
 
 def data_files(folder: Path) -> list[str]:
@@ -422,7 +364,8 @@ def check_reuse(source: Path, about: dict[str, Any]) -> None:
         )
     with sound(source / "run.json"):
         recorded = json.loads((source / "run.json").read_text(encoding="utf-8"))
-        have, want = (_deciding(x, OF_ROWS) for x in (recorded, json.loads(json.dumps(about))))
+        have = _deciding(recorded, OF_ROWS)
+        want = _deciding(json.loads(json.dumps(about)), OF_ROWS)
     if changed := differences(have, want):
         raise ConfigError(
             f"the data of {source} were made with other settings ({'; '.join(changed)}); give the"
@@ -430,34 +373,26 @@ def check_reuse(source: Path, about: dict[str, Any]) -> None:
         )
 
 
-def reuse_data(source: Path, out: Path, about: dict[str, Any]) -> None:
-    """Copy the data of a run that passed `check_reuse`; features that fit are linked, not copied.
+def reuse_data(source: Path, out: Path, *, with_features: bool) -> None:
+    """Copy the data of a run that passed `check_reuse`; features are linked, not copied.
 
     Raises:
       CheckpointError: they cannot be written.
     """
     try:
-        _take(source, out, about)
+        for name in data_files(source):
+            if not (out / name).is_file():
+                with saved_as(out / name) as partial:
+                    shutil.copyfile(source / name, partial)
+        if with_features and (source / FEATURES).is_dir() and not (out / FEATURES).is_dir():
+            with saved_as(out / FEATURES) as partial:
+                unfinished = shutil.ignore_patterns(".*")
+                shutil.copytree(source / FEATURES, partial, ignore=unfinished, copy_function=_link)
     except OSError as error:
         raise full(out, error) from error
 
 
-def _take(source: Path, out: Path, about: dict[str, Any]) -> None:
-    for name in data_files(source):
-        if not (out / name).is_file():
-            with saved_as(out / name) as partial:
-                shutil.copyfile(source / name, partial)
-    recorded = json.loads((source / "run.json").read_text(encoding="utf-8"))
-    have, want = (_features(x) for x in (recorded, json.loads(json.dumps(about))))
-    if have != want or not (source / FEATURES).is_dir() or (out / FEATURES).is_dir():
-        return
-    with saved_as(out / FEATURES, folder=True) as partial:
-        for path in sorted((source / FEATURES).iterdir()):
-            if not path.name.startswith("."):  # half-written
-                _link(path, partial / path.name)
-
-
-def _link(source: Path, path: Path) -> None:
+def _link(source: str, path: str) -> None:
     """Give a file a second name; copy it where the file system has no links."""
     try:
         os.link(source, path)
@@ -465,17 +400,10 @@ def _link(source: Path, path: Path) -> None:
         shutil.copyfile(source, path)
 
 
-def _features(about: dict[str, Any]) -> list[Any]:
-    recipe = about["recipe"]
-    return [
-        *(recipe[name] for name in OF_FEATURES),
-        recipe["loss"] in (KL, MIX),
-        recipe["kind"] == DSPARK and recipe.get("confidence_head", True),
-    ]
-
-
 def _deciding(about: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     recipe = about["recipe"]
     lengths = [bucket["length"] for bucket in recipe["buckets"]]  # their rows decide batches only
-    found = {f"recipe.{name}": recipe.get(name) for name in names}
-    return {name: about.get(name) for name in OF_RUN} | found | {"recipe.buckets": lengths}
+    settings = {name: about.get(name) for name in OF_RUN}
+    settings |= {f"recipe.{name}": recipe.get(name) for name in names}
+    settings["recipe.buckets"] = lengths
+    return settings

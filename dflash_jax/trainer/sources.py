@@ -12,7 +12,7 @@ from dflash_jax.trainer.recipes import Recipe
 
 SHIPPED = "tiny"  # the corpus of the shipped pair
 SELF = "self"  # turns the target writes, as "self:20000"
-CODE_CHARACTERS = 1_500_000  # of the shipped corpus
+CODE_CHARACTERS = 1_500_000  # characters of code in the shipped corpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,8 @@ class TrainingData:
 
 def split(examples: Sequence[Example]) -> TrainingData:
     """Hold examples out by the hash of their opening words."""
-    training, held_out = (
-        tuple(x for x in examples if x.held_out is side) for side in (False, True)
-    )
+    training = tuple(example for example in examples if not example.held_out)
+    held_out = tuple(example for example in examples if example.held_out)
     return TrainingData(training, held_out)
 
 
@@ -68,7 +67,8 @@ def load(source: str | TrainingData, recipe: Recipe) -> TrainingData:
       ConfigError: a source cannot be used, or all lines of all sources are held out.
     """
     if isinstance(source, TrainingData):
-        data, source = source, "the data"
+        data = source
+        source = "the data"
     else:
         names = [source] if _is_file(source) else source.split(",")
         data = sum((_load(name.strip(), recipe) for name in names), TrainingData())
@@ -98,10 +98,11 @@ def _load(name: str, recipe: Recipe) -> TrainingData:
 
 
 def _count(name: str, recipe: Recipe) -> int:
-    found = re.fullmatch(rf"{SELF}:([1-9]\d{{0,8}})", name)
-    if found is None:
+    match = re.fullmatch(rf"{SELF}:([1-9]\d{{0,8}})", name)
+    if match is None:
         raise ConfigError(f"{name!r} names no number of turns; expected {SELF}:N, N at least 1")
-    if (count := int(found[1])) > recipe.prompts:
+    count = int(match[1])
+    if count > recipe.prompts:
         raise ConfigError(
             f"{name} writes more turns than the recipe answers (prompts={recipe.prompts}); give"
             f" --set prompts={count}, or fewer turns"

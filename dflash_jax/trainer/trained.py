@@ -13,8 +13,8 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import by_path, cast_params, path_name
-from dflash_jax.graph.steps.pair import Params
-from dflash_jax.models import build_drafter
+from dflash_jax.graph.steps.pair import Params, StepOptions
+from dflash_jax.networks import build_drafter
 from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer.decoding import packed_params
@@ -26,7 +26,7 @@ class TrainedDrafter:
     """A drafter that `dj.train` made.
 
     Attributes:
-      config: its config; None of a module of your own.
+      config: its config; None for a module of your own.
       params: its parameters as NumPy arrays, in bfloat16, those of a module of your own in float32:
         `engine.update_params({"drafter": ...})` and graphs take them.
       results: acceptance length and more for each kind of held-out prompt; empty if there is none.
@@ -98,10 +98,14 @@ class TrainedDrafter:
 
 
 def pair_of(model: TargetModel, drafter: Any) -> Pair:
-    """Return a target and its drafter, which is given by its config, or a module; or None."""
+    """Return a target and its drafter.
+
+    Args:
+      drafter: a config, a module, or None.
+    """
     if isinstance(drafter, DrafterConfig):
         drafter = build_drafter(paired(model.config, drafter))
-    return Pair(model.module, drafter)
+    return Pair(model.module, drafter).with_options(StepOptions())
 
 
 def write_params(path: Path, params: Any) -> None:
@@ -115,7 +119,7 @@ def read_params(path: Path, like: Any, name: str) -> Any:
     """Return parameters that `write_params` wrote, as a tree like another.
 
     Args:
-      name: of the module that has them, for errors.
+      name: name of the module that has them, for errors.
 
     Raises:
       CheckpointError: the file is missing or damaged, or its parameters have other paths or shapes.
@@ -124,7 +128,7 @@ def read_params(path: Path, like: Any, name: str) -> Any:
     from safetensors.numpy import load_file
 
     try:
-        found = load_file(path)
+        params = load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(
@@ -132,7 +136,7 @@ def read_params(path: Path, like: Any, name: str) -> Any:
             " as `TrainedDrafter.save` writes it"
         ) from error
     shapes = {path: x.shape for path, x in by_path(like).items()}
-    have = {path: x.shape for path, x in found.items()}
+    have = {path: x.shape for path, x in params.items()}
     differ = [
         f"{part} is {have.get(part, 'missing')}, expected {shapes.get(part, 'none')}"
         for part in sorted(have.keys() | shapes.keys())
@@ -140,7 +144,7 @@ def read_params(path: Path, like: Any, name: str) -> Any:
     ]
     if differ:
         raise CheckpointError(f"{path} does not hold the parameters of {name}: {differ[0]}")
-    return jax.tree_util.tree_map_with_path(lambda path, _: found[path_name(path)], like)
+    return jax.tree_util.tree_map_with_path(lambda path, _: params[path_name(path)], like)
 
 
 def read_drafter(folder: Path, target: TargetModel, results: dict[str, Any]) -> TrainedDrafter:
@@ -148,9 +152,9 @@ def read_drafter(folder: Path, target: TargetModel, results: dict[str, Any]) -> 
     from dflash_jax.converters.models import open_model
     from dflash_jax.loading import expect
 
-    found = open_model(folder, role="drafter")
-    config = expect(DrafterConfig, found.config)
-    return TrainedDrafter(config, found.load("bfloat16"), results, target)
+    stored = open_model(folder, role="drafter")
+    config = expect(DrafterConfig, stored.config)
+    return TrainedDrafter(config, stored.load("bfloat16"), results, target)
 
 
 def write_drafter(

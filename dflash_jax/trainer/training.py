@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dflash_jax import distributed
 from dflash_jax.errors import ConfigError
 from dflash_jax.graph.abstract import PlannedPair, by_path
 from dflash_jax.graph.build import jit
@@ -22,7 +23,6 @@ from dflash_jax.plan import LEAST
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer import (
     drafter,
-    exchange,
     features,
     initial_weights,
     loop,
@@ -30,8 +30,8 @@ from dflash_jax.trainer import (
     optimizer,
     own_modules,
 )
-from dflash_jax.trainer.features import FeatureStore
-from dflash_jax.trainer.recipes import CACHE, LAYERS, Recipe, new_drafter
+from dflash_jax.trainer.feature_store import FeatureOrigin, FeatureStore, weights_digest
+from dflash_jax.trainer.recipes import CACHE, LAYERS, ONLINE, Recipe, new_drafter
 from dflash_jax.trainer.rows import Batches, TokenRows
 from dflash_jax.trainer.target import TrainState
 from dflash_jax.trainer.trained import TrainedDrafter, pair_of
@@ -48,7 +48,9 @@ def usable(rows: Sequence[TokenRows], recipe: Recipe, report: Report) -> list[To
     Raises:
       ConfigError: no block can start in any row.
     """
-    kept, used, total = [], 0, sum(len(part.tokens) for part in rows)
+    kept = []
+    used = 0
+    total = sum(len(part.tokens) for part in rows)
     for bucket, part in zip(recipe.buckets, rows, strict=True):
         good = np.flatnonzero(startable(part).any(axis=1))
         used += len(good)
@@ -107,17 +109,25 @@ def make_batches(
     return batches, used
 
 
-def feature_store(out: Path, pair: Pair, recipe: Recipe) -> FeatureStore | None:
-    """Return the store of features in a run's folder; None if they are computed online.
+def feature_store(out: Path, pair: Pair, model: TargetModel, recipe: Recipe) -> FeatureStore | None:
+    """Return the store of features, in a run's folder or the recipe's; None to compute them online.
 
     Raises:
-      CheckpointError: it is damaged, or the disk is full.
+      CheckpointError: see `FeatureStore`.
     """
-    if recipe.features != CACHE:
+    if recipe.features == ONLINE:
         return None
-    streams = len(pair.taps) + objective.wants_distribution(recipe)
-    width = pair.target.config.hidden_size
-    return FeatureStore(out / "features", dtype=recipe.dtype, streams=streams, width=width)
+    folder = out / "features" if recipe.features == CACHE else Path(recipe.features)
+    final = objective.wants_distribution(recipe)
+    origin = FeatureOrigin(
+        target=weights_digest(model.params),
+        weights=recipe.target_weights,
+        taps=tuple(pair.taps),
+        final=final,
+        width=pair.target.config.hidden_size,
+        dtype=recipe.dtype if final else recipe.training_dtype,
+    )
+    return FeatureStore(folder, origin)
 
 
 def cached_features(
@@ -133,14 +143,28 @@ def cached_features(
     Host 0 computes those that are missing, before the other hosts read them. Without a store they
     are read by native kernels in each step, if there are some for the target's weights.
     """
-    keep = objective.wants_distribution(recipe)
-    how: dict[str, Any] = {"weights": recipe.target_weights, "dtype": recipe.dtype, "keep": keep}
     if store is None:
-        return features.quantised_reader(pair, model, batches.rows, **how)
-    group = exchange.current()
+        return features.quantised_reader(
+            pair,
+            model,
+            batches.rows,
+            weights=recipe.target_weights,
+            dtype=recipe.dtype,
+            keep=objective.wants_distribution(recipe),
+        )
+    group = distributed.current()
     if not group.first:
         group.exchange("features")
-    cache = features.fill_cache(store, pair, model, batches.rows, **how, report=report)
+    cache = features.fill_cache(
+        store,
+        pair,
+        model,
+        batches.rows,
+        chosen=batches.read(recipe.schedule.steps),
+        together=[bucket.rows // (recipe.devices * recipe.parts) for bucket in batches.buckets],
+        dtype=recipe.dtype,
+        report=report,
+    )
     if group.first:
         group.exchange("features")
     return cache
@@ -152,7 +176,7 @@ class Fitted:
 
     Attributes:
       config: a `DrafterConfig`; None of a module of one's own.
-      last: its parameters then, on the host.
+      last: its parameters after the last step, on the host.
       average: their average over steps, if the recipe keeps one.
     """
 
@@ -193,13 +217,14 @@ def fit(
       ComputeError, CheckpointError, TrainingStopped: see `loop.fit` and `features.fill_cache`.
       HostError: hosts start with different parameters, or from different states.
     """
-    group, watch = exchange.current(), loop.Watch.of(report)
+    group = distributed.current()
+    watch = loop.Watch.of(report)
     own = start if isinstance(start, TrainedDrafter) else None
     config = None if own else new_drafter(recipe, model.config, mask_id)
     pair = pair_of(model, own.module if own else config)
     batches, used = make_batches(rows, recipe, report)
     place = Placement(recipe.devices, model.mesh)
-    store = feature_store(out, pair, recipe)
+    store = feature_store(out, pair, model, recipe)
     cache = cached_features(store, pair, model, recipe, batches, report)
     maker = maker_of(recipe, own=own is not None)
     counts = block_counts(recipe, used, batches.rows)
@@ -215,7 +240,8 @@ def fit(
 
     def advance(state: TrainState, number: int) -> Any:
         i, chosen = batches.chosen(number)
-        batch, chosen = batches.rows[i], group.share_of(chosen)
+        batch = batches.rows[i]
+        chosen = np.split(chosen, group.size)[group.index]
         inputs = (batch.tokens[chosen], batch.wanted[chosen])
         cached = cache.at(i, chosen) if cache else None
         inputs, cached = place.by_row((inputs, cached))
@@ -259,11 +285,15 @@ def maker_of(recipe: Recipe, *, own: bool) -> optax.GradientTransformation:
     """Return the recipe's optimizer.
 
     Args:
-      own: for a module of one's own, of whose weights it is not known which axes are inputs.
+      own: whether the drafter is a module of one's own, whose weights do not tell which axes are
+        inputs.
     """
-    which = optimizer.of_two_axes if own else optimizer.are_matrices
-    options: dict[str, Any] = {"decay": recipe.weight_decay, "kind": recipe.optimizer}
-    return optimizer.build(recipe.schedule, matrices=which, **options)
+    return optimizer.build(
+        recipe.schedule,
+        decay=recipe.weight_decay,
+        kind=recipe.optimizer,
+        matrices=optimizer.of_two_axes if own else optimizer.are_matrices,
+    )
 
 
 def fitted(config: Any, state: TrainState, fixed: dict[str, Any]) -> Fitted:
@@ -291,9 +321,10 @@ def first_params(
     if isinstance(start, TrainedDrafter):
         return own_modules.first_params(start), {}
     assert pair.drafter is not None
-    fresh, configs = initial_weights.fresh(pair, recipe.seed), (model.config, pair.drafter.config)
+    fresh = initial_weights.fresh(pair, recipe.seed)
     params, _ = initial_weights.replaced(fresh, start or {})
     if not start and recipe.initial == LAYERS:
+        configs = (model.config, pair.drafter.config)
         params, origin = initial_weights.from_target(fresh, model.params, configs)
         report(f"the drafter starts with {origin}")
     fixed: dict[str, Any] = {}
@@ -313,14 +344,14 @@ class Placement:
       everywhere: the sharding of an array of which every device has a copy.
 
     Args:
-      mesh: with axes data and model, in place of the first devices.
+      mesh: a mesh with axes data and model, in place of the first devices.
 
     Raises:
       ConfigError: there are fewer devices than asked for, or hosts cannot have as many each.
     """
 
     def __init__(self, devices: int, mesh: Mesh | None = None):
-        self._hosts = exchange.current().count
+        self._hosts = distributed.current().size
         self._mesh = self._first_devices(devices) if mesh is None else mesh
         self.everywhere = NamedSharding(self._mesh, PartitionSpec())
         self._by_row = NamedSharding(self._mesh, PartitionSpec("data"))
@@ -360,13 +391,12 @@ class Placement:
         """Shard a drafter's parameters and their moments as their declarations say."""
         axes = PlannedPair(pair, LEAST).model_axes
         own = {name.removeprefix("drafter"): axis for name, axis in axes.items()}
-        found = {
-            path: axis
-            for path in by_path(state)
-            for name, axis in own.items()
-            if path.endswith(name)
-        }
-        return jax.tree.map(self._put, state, param_shardings(self._mesh, state, found))
+        split_axes = {}
+        for path in by_path(state):
+            for name, axis in own.items():
+                if path.endswith(name):
+                    split_axes[path] = axis
+        return jax.tree.map(self._put, state, param_shardings(self._mesh, state, split_axes))
 
     def _put(self, tree: Any, sharding: NamedSharding) -> Any:
         if self._hosts == 1:
@@ -378,11 +408,11 @@ class Placement:
         return jax.tree.map(put, tree)
 
 
-def digest(tree: Any, group: exchange.TrainingHosts) -> str:
+def digest(tree: Any, group: distributed.Group) -> str:
     """Return a digest of arrays, by which hosts compare theirs; empty on a single host."""
-    if group.count == 1:
+    if group.size == 1:
         return ""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        found.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
-    return found.hexdigest()[:16]
+        hashed.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
+    return hashed.hexdigest()[:16]

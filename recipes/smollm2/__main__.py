@@ -28,11 +28,13 @@ from dflash_jax.utils.allocator import tune_allocator
 from recipes.smollm2 import card, comparison, short_runs
 
 STOPPED = 3
-DRAFT_TOKENS = 2  # of a step by default: the fastest on a CPU (docs/benchmarks.md)
-WINDOW = 256  # positions that it sees: in longer texts it drafts better so (docs/benchmarks.md)
-ARCHIVES = Path(__file__).parent  # of prompts and answers, one for each preset and round
+DRAFT_TOKENS = 2  # drafts of a step by default: the fastest on a CPU (docs/benchmarks.md)
+# Positions that the drafter sees: in longer texts it drafts better so (docs/experiments.md).
+WINDOW = 256
+# Folder of the archives of prompts and answers, one for each preset and round.
+ARCHIVES = Path(__file__).parent
 FOLDER = Path(dflash_jax.__file__).with_name("data") / "smollm2"
-# The drafters of the comparison: what differs from the preset.
+# The drafters of the comparison, each with its settings that differ from the preset's.
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "v1": (),
     "one-layer": ("layers=1",),
@@ -105,6 +107,8 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--start", type=Path, default=FOLDER / "drafter", help=text)
             text = "conversations of each category that are answered"
             command.add_argument("--count", type=int, default=10, help=text)
+            text = "train on every N-th row only, so that the target's pass over them is short"
+            command.add_argument("--every", type=int, default=1, metavar="N", help=text)
         if function is ship:
             command.add_argument("--draft-tokens", type=int, default=DRAFT_TOKENS)
             command.add_argument("--window", type=int, default=WINDOW)
@@ -113,7 +117,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def data(options: argparse.Namespace) -> None:
-    folder, chosen = options.run / "data", chosen_recipe(options)
+    folder = options.run / "data"
+    chosen = chosen_recipe(options)
     if options.shipped and not folder.exists():
         unpack(ARCHIVES / archive_name(chosen), folder)
     training.prepare(options.target, source(chosen), folder, chosen, report=to_stderr)
@@ -125,27 +130,35 @@ def source(chosen: Recipe) -> TrainingData:
     if chosen.mixture:
         folder = Path(benchmarks.__file__).parent
         lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-        avoided = [turn for line in lines for turn in json.loads(line)["turns"]]
+        for line in lines:
+            avoided += json.loads(line)["turns"]
         avoided += (folder / "heldout_english.txt").read_text(encoding="utf-8").split("\n\n")
     return TrainingData(self_written=chosen.prompts, avoided=tuple(avoided))
 
 
 def compare(options: argparse.Namespace) -> None:
     """Train the chosen drafters for a short time, one after another, and time their steps."""
-    shapes = DRAFTERS, "short", "table.json"
-    every, folder, file = (KINDS, "kinds", "kinds.json") if options.start else shapes
-    if unknown := [name for name in options.only or () if name not in every]:
+    if options.start:
+        drafters = KINDS
+        folder = "kinds"
+        file = "kinds.json"
+    else:
+        drafters = DRAFTERS
+        folder = "short"
+        file = "table.json"
+    unknown = [name for name in options.only or () if name not in drafters]
+    if unknown:
         how = "with" if options.start else "without"
-        raise ConfigError(f"{', '.join(unknown)}: {how} --start, one of {', '.join(every)}")
-    settings = {name: every[name] for name in options.only or every}
-    runs = {key: options.run / folder / key for key in settings}
-    for key, own in settings.items():
-        trained_drafter(options, runs[key], (*own, *comparison.SETTINGS), options.start)
-    rows = {key: comparison.row(run, DRAFT_TOKENS) for key, run in runs.items()}
-    found = comparison.table(rows, comparison.timed(options.target, runs, DRAFT_TOKENS))
+        raise ConfigError(f"{', '.join(unknown)}: {how} --start, one of {', '.join(drafters)}")
+    settings = {name: drafters[name] for name in options.only or drafters}
+    runs = {name: options.run / folder / name for name in settings}
+    for name, own in settings.items():
+        trained_drafter(options, runs[name], (*own, *comparison.SETTINGS), options.start)
+    rows = {name: comparison.row(run, DRAFT_TOKENS) for name, run in runs.items()}
+    table = comparison.table(rows, comparison.timed(options.target, runs, DRAFT_TOKENS))
     with saved_as(options.run / file) as partial:
-        write_json(partial, found)
-    for line in comparison.lines(found, settings):
+        write_json(partial, table)
+    for line in comparison.lines(table, settings):
         to_stderr(line)
 
 
@@ -177,6 +190,8 @@ def trained_drafter(
 
 def short(options: argparse.Namespace) -> None:
     """Train the named drafter, answer the prompts, and write the table of all runs."""
+    if options.every < 1:
+        raise ConfigError(f"--every is {options.every}; expected at least 1")
     runs = short_runs.ShortRuns(
         folder=options.run,
         target=options.target,
@@ -184,6 +199,7 @@ def short(options: argparse.Namespace) -> None:
         rounds=tuple(unpacked_rounds(options)),
         count=options.count,
         report=to_stderr,
+        every=options.every,
     )
     cases = runs.cases(source)
     chosen = chosen_recipe(options, short_runs.settings(options.name))
@@ -215,7 +231,8 @@ def pack(options: argparse.Namespace) -> None:
     """Pack everything that decides the rows, which are made again from it."""
     folder = options.run / "data"
     names = ["run.json", *data_files(folder)]
-    if missing := {ANSWERS, ROWS} - set(names):
+    missing = {ANSWERS, ROWS} - set(names)
+    if missing:
         raise ConfigError(f"{folder} has no {', '.join(sorted(missing))}; run `data` first")
     archive = options.archive or ARCHIVES / archive_name(chosen_recipe(options))
     with saved_as(archive) as partial, tarfile.open(partial, "w:xz") as packed:
@@ -225,12 +242,14 @@ def pack(options: argparse.Namespace) -> None:
 
 def archive_name(chosen: Recipe) -> str:
     """Return the name of the shipped archive of a preset; rounds after the first have a number."""
-    return f"{chosen.name}{f'-{chosen.seed}' if chosen.seed else ''}.tar.xz"
+    number = f"-{chosen.seed}" if chosen.seed else ""
+    return f"{chosen.name}{number}.tar.xz"
 
 
 def ship(options: argparse.Namespace) -> None:
     """Put a trained drafter into the folder of the package."""
-    chosen, run = chosen_recipe(options, DRAFTERS[options.only]), options.run / options.only
+    chosen = chosen_recipe(options, DRAFTERS[options.only])
+    run = options.run / options.only
     if not (run / "results.json").is_file():
         raise ConfigError(f"{run} has no trained and measured drafter; run `train` first")
     card.ship(run, options.folder, chosen, draft_tokens=options.draft_tokens, window=options.window)

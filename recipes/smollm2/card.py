@@ -20,7 +20,7 @@ from dflash_jax.trainer.rows import load
 from dflash_jax.trainer.trained import write_weights
 from recipes import model_card
 
-ROWS = 12  # of the curve
+ROWS = 12  # rows of the table with the curve of training
 KINDS = {
     DFLASH: "DFlash",
     DFLASH2: "DFlash 2 with a selector of rank {rank}",
@@ -33,7 +33,7 @@ def ship(run: Path, folder: Path, chosen: Recipe, *, draft_tokens: int, window: 
 
     Args:
       draft_tokens: drafts of a step by default, as the drafter's config advises.
-      window: positions that it sees; 0 for all.
+      window: positions that the drafter sees; 0 for all.
     """
     drafter = open_model(run / "drafter")
     assert isinstance(drafter.config, DrafterConfig)
@@ -48,7 +48,9 @@ def ship(run: Path, folder: Path, chosen: Recipe, *, draft_tokens: int, window: 
     with saved_as(folder / "results.json") as partial:
         shutil.copyfile(run / "results.json", partial)
     log = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
-    answers = [row for part in load(run / "rows.npz") for row in part.wanted]
+    answers: list[np.ndarray] = []
+    for part in load(run / "rows.npz"):
+        answers += list(part.wanted)
     size = sum(path.stat().st_size for path in (folder / "drafter").iterdir())
     with saved_as(folder / "README.md") as partial:
         card = text(chosen, results, log, answers, size, advised)
@@ -73,11 +75,12 @@ def text(
       shipped: the config of the drafter's files.
     """
     places = np.cumsum([step["places"] for step in log])
-    curve = [
-        (span[-1] + 1, places[span[-1]], *means)
-        for span in np.array_split(np.arange(len(log)), ROWS)
-        for means in [[np.mean([log[i][name] for i in span]) for name in ("loss", "simulated")]]
-    ]
+    curve = []
+    for span in np.array_split(np.arange(len(log)), ROWS):
+        last = span[-1]
+        loss = np.mean([log[step]["loss"] for step in span])
+        simulated = np.mean([log[step]["simulated"] for step in span])
+        curve.append((last + 1, places[last], loss, simulated))
     return model_card(
         "smollm2",
         recipe=chosen,

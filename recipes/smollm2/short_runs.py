@@ -4,12 +4,13 @@ Every run goes on from one drafter for as many steps on the rows of all shipped 
 of the preset's rate, and decodes the same prompts; `control` changes nothing else. A folder holds
 
     data-N/      turns, answers and rows of round N, from its archive
+    features/    the target's hidden states of the rows, which all runs read in the same order
     cases/       the prompts: turns that nobody tuned to, and the last round's held-out turns
     NAME/        a run: state until it is trained, log.jsonl, drafter, decoded.jsonl
     table.json   the figures of all runs whose prompts are answered, over those of `control`
 
-Each is made once, so that a killed command goes on when it is started again. Of a run that keeps
-an average of its weights, that is another drafter, measured in the folder NAME-averaged.
+Each is made once, so that a killed command goes on when it is started again. If a run keeps an
+average of its weights, the average is another drafter, measured in the folder NAME-averaged.
 """
 
 import dataclasses
@@ -35,10 +36,11 @@ from dflash_jax.trainer.trained import write_drafter
 
 Report = Callable[[str], None]
 DECODED = "decoded.jsonl"  # the answers of a run, in the order of the prompts
-CONTROL, START = "control", "start"
+CONTROL = "control"
+START = "start"
 AVERAGED = "averaged"
 UNSHIFTED = ("confidence_head=false", "rank=32", "sample_from_anchor=false")
-# The runs: what differs from the control.
+# The runs, each with its settings that differ from the control's.
 SHORT: dict[str, tuple[str, ...]] = {
     CONTROL: (),
     "chained": ("chained=0.7", "average=0.995"),
@@ -53,9 +55,12 @@ SHORT: dict[str, tuple[str, ...]] = {
 }
 COMMON = ("steps=350", "rate=3.3e-4", "save_every=10")
 UNSEEN, HELD_OUT = SETS = ("unseen", "held out")
-MAX_TOKENS, MAX_LENGTH = 128, 1024
+MAX_TOKENS = 128
+MAX_LENGTH = 1024
 WINDOW = 256  # positions that the drafter sees, as the shipped one
-RESAMPLED = 4000  # times that prompts are drawn again
+TOGETHER = 8  # prompts that are answered at a time
+GROUP = 60  # prompts whose answers are saved together
+RESAMPLES = 4000  # times that prompts are drawn again
 
 
 def settings(name: str) -> tuple[str, ...]:
@@ -72,6 +77,7 @@ class ShortRuns:
       start: folder of the drafter that all runs go on from.
       rounds: the recipe of the data in each folder data-N.
       count: conversations of each category.
+      every: distance of the rows that are trained on; 1 for all.
     """
 
     folder: Path
@@ -80,6 +86,7 @@ class ShortRuns:
     rounds: tuple[Recipe, ...]
     count: int
     report: Report
+    every: int = 1
 
     def data(self, number: int) -> Path:
         """Return the folder of a round's data."""
@@ -87,8 +94,8 @@ class ShortRuns:
 
     def rows(self) -> list[TokenRows]:
         """Return the rows of all rounds, by bucket."""
-        every = [load(self.data(i) / setup.ROWS) for i in range(len(self.rounds))]
-        return [joined(parts) for parts in zip(*every, strict=True)]
+        rounds = [load(self.data(i) / setup.ROWS) for i in range(len(self.rounds))]
+        return [joined(parts, self.every) for parts in zip(*rounds, strict=True)]
 
     def train(self, out: Path, chosen: Recipe) -> None:
         """Train a drafter, or go on with it, unless it is finished."""
@@ -106,6 +113,7 @@ class ShortRuns:
         }
         claim(out, setup.RUN, about)
         identity = json.dumps(about, sort_keys=True)
+        chosen = dataclasses.replace(chosen, features=str(self.folder.absolute() / setup.FEATURES))
         fitted = training.fit(
             model, chosen, mask, rows, out, identity=identity, report=self.report, start=params
         )
@@ -180,36 +188,43 @@ class ShortRuns:
         return cases
 
     def plan(self, chosen: Recipe, block: int) -> dj.Plan:
-        """Return the plan by which prompts are answered."""
-        window = WINDOW if block else 0
+        """Return the plan by which prompts are answered, many at a time."""
         return dj.Plan(
-            weights=chosen.target_weights, block=block, max_length=MAX_LENGTH, draft_window=window
+            rows=TOGETHER,
+            weights=chosen.target_weights,
+            block=block,
+            max_length=MAX_LENGTH,
+            draft_window=WINDOW if block else 0,
         )
 
     def answer(
         self, out: Path, drafter: Path, chosen: Recipe, cases: Sequence[dict[str, Any]]
     ) -> None:
-        """Answer the prompts that the file of answers does not have yet, one after another."""
+        """Answer the prompts that the file of answers does not have yet, a group at a time."""
         path = out / DECODED
         out.mkdir(parents=True, exist_ok=True)
         done = len(read_lines(path))
+        if done < len(cases):
+            done -= done % GROUP
         cut_log(path, done)
         if done == len(cases):
             return
         engine = dj.load(self.target, drafter, plan=self.plan(chosen, block=chosen.block))
         engine.measures_drafting = False  # it drafts a whole block in every round
-        for number in range(done, len(cases)):
-            result = engine.generate(cases[number]["ids"], max_tokens=MAX_TOKENS)
-            rounds = list(result.stats.acceptance_lengths)
-            append_lines(path, [json.dumps({"tokens": list(result.token_ids), "rounds": rounds})])
-            if (number + 1) % 20 == 0:
-                self.report(f"{out.name}: {number + 1} of {len(cases)} prompts answered")
+        for start in range(done, len(cases), GROUP):
+            asked = [case["ids"] for case in cases[start : start + GROUP]]
+            lines = []
+            for result in engine.generate_many(asked, max_tokens=MAX_TOKENS):
+                rounds = list(result.stats.acceptance_lengths)
+                lines.append(json.dumps({"tokens": list(result.token_ids), "rounds": rounds}))
+            append_lines(path, lines)
+            self.report(f"{out.name}: {start + len(asked)} of {len(cases)} prompts answered")
 
     def table(self, cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the figures of all runs whose prompts are answered, the control first."""
         files = self.folder.glob(f"*/{DECODED}")
         answers = {path.parent.name: read_lines(path) for path in files}
-        complete = {name: found for name, found in answers.items() if len(found) == len(cases)}
+        complete = {name: lines for name, lines in answers.items() if len(lines) == len(cases)}
         control = complete.get(CONTROL)
         order = sorted(complete, key=lambda name: (name != CONTROL, name))
         runs = {}
@@ -223,7 +238,7 @@ class ShortRuns:
         return {"environment": environment(), "runs": runs}
 
     def trained(self, name: str) -> dict[str, Any]:
-        """Return what the log of a run says; nothing of the drafter that runs start from."""
+        """Return the figures of a run's log; the drafter that runs start from has no log."""
         run = name.removesuffix(f"-{AVERAGED}")
         log = read_lines(self.folder / run / "log.jsonl")
         last = log[-max(1, len(log) // 10) :]
@@ -236,10 +251,15 @@ class ShortRuns:
         return row
 
 
-def joined(parts: Sequence[TokenRows]) -> TokenRows:
-    """Return the rows of several parts of one length."""
+def joined(parts: Sequence[TokenRows], every: int = 1) -> TokenRows:
+    """Return the rows of several parts of one length.
+
+    Args:
+      every: distance of the rows that are taken.
+    """
     names = [field.name for field in dataclasses.fields(TokenRows)]
-    return TokenRows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    whole = [np.concatenate([getattr(part, name) for part in parts]) for name in names]
+    return TokenRows(*(array[::every] for array in whole))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -266,19 +286,23 @@ def compared(
     Args:
       control: answers to the same prompts, in the same order.
     """
-    lengths = [n for answer in answers for n in answer["rounds"]]
-    places = range(1, max(lengths, default=1))
+    lengths: list[int] = []  # tokens that each round committed
+    for answer in answers:
+        lengths += answer["rounds"]
+    accepted = []
+    for place in range(1, max(lengths, default=1)):
+        share = np.mean([length > place for length in lengths])
+        accepted.append(round(float(share), 3))
     row: dict[str, Any] = {
         "answers": len(answers),
         "rounds": len(lengths),
         "acceptance_length": round(float(np.mean(lengths)), 3),
-        "accepted_per_position": [
-            round(float(np.mean([n > place for n in lengths])), 3) for place in places
-        ],
+        "accepted_per_position": accepted,
     }
     if control is not None:
-        same = [a["tokens"] == b["tokens"] for a, b in zip(answers, control, strict=True)]
-        row["equal_answers"] = sum(same)
+        pairs = zip(answers, control, strict=True)
+        equal = [answer for answer, other in pairs if answer["tokens"] == other["tokens"]]
+        row["equal_answers"] = len(equal)
         for name, value in MEASURES.items():
             row[f"{name}_over_control"] = gain(answers, control, value)
     return row
@@ -286,7 +310,7 @@ def compared(
 
 MEASURES: dict[str, Callable[[int], float]] = {
     "acceptance_length": float,
-    "first_place": lambda n: float(n > 1),
+    "first_place": lambda length: float(length > 1),
 }
 
 
@@ -300,25 +324,23 @@ def gain(
     Prompts are drawn again with replacement, the same ones of both (paired bootstrap).
 
     Args:
-      value: of a round, by its tokens.
+      value: returns the value of a round by the number of its tokens.
     """
-    sums = [[sum(map(value, answer["rounds"])) for answer in side] for side in (answers, control)]
-    sizes = [[len(answer["rounds"]) for answer in side] for side in (answers, control)]
     count = len(answers)
-    drawn = np.random.default_rng(0).multinomial(count, [1 / count] * count, size=RESAMPLED)
+    drawn = np.random.default_rng(0).multinomial(count, [1 / count] * count, size=RESAMPLES)
 
-    def difference(times: np.ndarray) -> np.ndarray:
-        new, old = (
-            (times @ np.asarray(total)) / np.maximum(times @ np.asarray(size), 1)
-            for total, size in zip(sums, sizes, strict=True)
-        )
-        return new - old
+    def mean(run: Sequence[dict[str, Any]], times: np.ndarray) -> np.ndarray:
+        """Return the mean over the rounds of a run whose prompts count so many times."""
+        sums = np.asarray([sum(map(value, answer["rounds"])) for answer in run])
+        sizes = np.asarray([len(answer["rounds"]) for answer in run])
+        return (times @ sums) / np.maximum(times @ sizes, 1)
 
-    spread = difference(drawn)
-    low, high = np.quantile(spread, [0.025, 0.975])
+    once = np.ones(count)
+    gains = mean(answers, drawn) - mean(control, drawn)
+    low, high = np.quantile(gains, [0.025, 0.975])
     figures = {
-        "gain": difference(np.ones(count))[()],
-        "error": spread.std(),
+        "gain": mean(answers, once) - mean(control, once),
+        "error": gains.std(),
         "low": low,
         "high": high,
     }
@@ -326,15 +348,17 @@ def gain(
 
 
 def lines(table: Mapping[str, Any]) -> list[str]:
-    """Return the table for people."""
+    """Return the lines of the table for people."""
     rows = []
     for name, run in table["runs"].items():
         for kind in SETS:
-            found = run[kind]
-            shown = [found.get(f"{measure}_over_control") for measure in MEASURES]
-            gains = [f"{x['gain']:+.3f} ± {x['error']:.3f}" if x else "" for x in shown]
-            first = sum(found["accepted_per_position"][:1])
-            figures = [f"{found['acceptance_length']:.3f}", gains[0], f"{first:.3f}", gains[1]]
-            rows.append([name, run["steps"], kind, *figures])
+            figures = run[kind]
+            gains = []
+            for measure in MEASURES:
+                gain = figures.get(f"{measure}_over_control")
+                gains.append(f"{gain['gain']:+.3f} ± {gain['error']:.3f}" if gain else "")
+            length = f"{figures['acceptance_length']:.3f}"
+            first = f"{sum(figures['accepted_per_position'][:1]):.3f}"
+            rows.append([name, run["steps"], kind, length, gains[0], first, gains[1]])
     headings = "run | steps | prompts | acceptance length | over control | place 1 | over control"
     return markdown(headings, rows)

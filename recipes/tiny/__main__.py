@@ -32,7 +32,7 @@ STAGES: dict[str, Callable[[stages.Work], None]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the stages; 0 when done or cleanly stopped, 2 for an error that has a name."""
+    """Run the stages; 0 when done or cleanly stopped, 2 for an error that has a name."""
     options = parser().parse_args(arguments)
     tune_allocator()
     try:
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(out: Path, chosen: Preset, last: str | None = None) -> None:
-    """All stages up to `last`, with the seconds of each in timings.json.
+    """Run all stages up to `last`, and write the seconds of each to timings.json.
 
     Raises:
       ConfigError: the folder was begun with another preset.
@@ -72,10 +72,13 @@ def run(out: Path, chosen: Preset, last: str | None = None) -> None:
 
 
 def note_time(out: Path, stage: str, seconds: float) -> None:
-    """Adds a stage's seconds to timings.json; a resumed stage adds to what it took before."""
+    """Add a stage's seconds to timings.json; a resumed stage adds to what it took before."""
     path = out / "timings.json"
-    seen = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    write_json(path, seen | {stage: round(seen.get(stage, 0.0) + seconds, 1)})
+    timings = {}
+    if path.is_file():
+        timings = json.loads(path.read_text(encoding="utf-8"))
+    timings[stage] = round(timings.get(stage, 0.0) + seconds, 1)
+    write_json(path, timings)
 
 
 if __name__ == "__main__":

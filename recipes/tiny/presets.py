@@ -31,15 +31,18 @@ class TrainingPhase:
     """One phase of the target's training, with its own text.
 
     Attributes:
+      agent_share: share of the conversations that are agents'; the others are chats.
+      renamed_share: share of the conversations whose people get unusual names.
+      given_weight: weight of tokens that users and tools write, next to 1 for the assistant's.
       layers: layers of the target in this phase; 0 is all of them. Added layers start as copies
         that do not change the function.
     """
 
     conversations: int
-    agent_share: float  # of the conversations; the rest are chats
-    renamed_share: float = 0.0  # of the conversations, whose people get unusual names
+    agent_share: float
+    renamed_share: float = 0.0
     code_characters: int
-    given_weight: float  # of tokens that users and tools write, next to 1 for the assistant's
+    given_weight: float
     buckets: tuple[Bucket, ...]
     schedule: Schedule
     layers: int = 0
@@ -47,21 +50,27 @@ class TrainingPhase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Everything that determines the result; runs with equal presets are equal."""
+    """Everything that determines the result; runs with equal presets are equal.
+
+    Attributes:
+      phases: phases of the target: formats and code, chats, new names, then more layers.
+      transcripts: training conversations that are too long to be answered, and are used as they
+        are.
+    """
 
     name: str
     seed: int = 0
     vocabulary: int
     target: Shape
-    phases: tuple[TrainingPhase, ...]  # formats and code, chats, new names, then deeper
-    transcripts: int  # training conversations too long to be answered again, used as given
+    phases: tuple[TrainingPhase, ...]
+    transcripts: int
     drafter: Recipe
     held_out_chat: int
     held_out_code: int
 
     @property
     def mask_id(self) -> int:
-        """The mask token, the last of the vocabulary."""
+        """Return the mask token, the last one of the vocabulary."""
         return self.vocabulary - 1
 
     def target_config(self, ends: tuple[int, ...], layers: int = 0) -> TargetConfig:
@@ -76,31 +85,30 @@ class Preset:
             dtype="bfloat16",
             num_layers=layers or self.target.layers,
             intermediate_size=self.target.inner,
-            **self._attention(),
+            hidden_size=self.target.width,
+            num_heads=self.target.heads,
+            num_kv_heads=self.target.kv_heads,
+            head_dim=self.target.head_dim,
+            rms_norm_eps=RMS_EPS,
+            attention_bias=False,
+            rope=ROPE,
         )
-
-    def _attention(self) -> dict:
-        shape = self.target
-        return {
-            "hidden_size": shape.width,
-            "num_heads": shape.heads,
-            "num_kv_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "rms_norm_eps": RMS_EPS,
-            "attention_bias": False,
-            "rope": ROPE,
-        }
 
 
 def _preset(name: str, table: dict[str, Any]) -> Preset:
-    phases = [
-        phase | {"buckets": buckets(phase["buckets"]), "schedule": Schedule(**phase["schedule"])}
-        for phase in table["phases"]
-    ]
-    own, *changes = table["drafter"]
-    fields = table | {"target": Shape(**table["target"]), "drafter": recipe(own, changes)}
-    fields["phases"] = tuple(TrainingPhase(**phase) for phase in phases)
+    drafter, *changes = table["drafter"]
+    fields = dict(table)
+    fields["target"] = Shape(**table["target"])
+    fields["drafter"] = recipe(drafter, changes)
+    fields["phases"] = tuple(map(_phase, table["phases"]))
     return Preset(name=name, **fields)
+
+
+def _phase(table: dict[str, Any]) -> TrainingPhase:
+    fields = dict(table)
+    fields["buckets"] = buckets(table["buckets"])
+    fields["schedule"] = Schedule(**table["schedule"])
+    return TrainingPhase(**fields)
 
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

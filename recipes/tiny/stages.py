@@ -10,6 +10,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,9 +18,9 @@ from tokenizers import Tokenizer
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import ConfigError
+from dflash_jax.families import llama_net
 from dflash_jax.graph.build import jit
 from dflash_jax.loading import load_target
-from dflash_jax.models import llama
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer import evaluate, loop, optimizer, regenerate, rows, run, training
 from dflash_jax.trainer import target as pretraining
@@ -46,7 +47,7 @@ WEIGHT_DECAY = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The folder of a build, its preset, and the callback for progress lines."""
+    """A build: its folder, its preset, and the callback for lines of progress."""
 
     out: Path
     preset: Preset
@@ -72,11 +73,13 @@ class Corpus:
 
 def read_corpus(work: Work) -> list[Corpus]:
     """Return the result of the corpus stage, by phase."""
-    found = []
+    phases = []
     for stored in json.loads(work.path("corpus").read_text(encoding="utf-8")):
-        made = (Conversation(tuple(m), tuple(t), thinking) for m, t, thinking in stored["chats"])
-        found.append(Corpus(tuple(made), tuple(stored["sources"])))
-    return found
+        conversations = []
+        for messages, tools, thinking in stored["chats"]:
+            conversations.append(Conversation(tuple(messages), tuple(tools), thinking))
+        phases.append(Corpus(tuple(conversations), tuple(stored["sources"])))
+    return phases
 
 
 def corpus(work: Work) -> None:
@@ -87,10 +90,11 @@ def corpus(work: Work) -> None:
         chats = conversation.training_conversations(
             seed, phase.conversations, phase.agent_share, phase.renamed_share
         )
+        sources = stdlib.training_sources(phase.code_characters)
         stored.append(
             {
-                "chats": [[c.messages, c.tools, c.thinking] for c in chats],
-                "sources": stdlib.training_sources(phase.code_characters),
+                "chats": [[chat.messages, chat.tools, chat.thinking] for chat in chats],
+                "sources": sources,
             }
         )
     with saved_as(work.path("corpus")) as partial:
@@ -100,35 +104,43 @@ def corpus(work: Work) -> None:
 def tokenizer(work: Work) -> None:
     text = read_corpus(work)[0]
     share = text.conversations[: round(TOKENIZER_SHARE * len(text.conversations))]
-    texts = [*(vocabulary.training_text(made) for made in share), *text.sources]
+    texts = [*map(vocabulary.training_text, share), *text.sources]
     with saved_as(work.path("tokenizer")) as partial:
         vocabulary.train(texts, work.preset.vocabulary).save(str(partial))
 
 
 def token_rows(work: Work, i: int) -> tuple[rows.TokenRows, ...]:
     """Return a phase's text as packed token rows, chats and code in random order."""
-    text, made, buckets = read_corpus(work)[i], work.tokenizer(), work.preset.phases[i].buckets
-    chats = vocabulary.chat_documents(made, map(vocabulary.training_text, text.conversations))
-    everything = [*chats, *vocabulary.source_documents(made, text.sources, buckets[0].length)]
-    random.Random(work.preset.seed + i).shuffle(everything)
-    fill = vocabulary.token_id(made, vocabulary.END_OF_TEXT)
-    return tuple(rows.pack(everything, buckets, fill=fill))
+    text = read_corpus(work)[i]
+    tokenizer = work.tokenizer()
+    buckets = work.preset.phases[i].buckets
+    chats = vocabulary.chat_documents(tokenizer, map(vocabulary.training_text, text.conversations))
+    code = vocabulary.source_documents(tokenizer, text.sources, buckets[0].length)
+    documents = [*chats, *code]
+    random.Random(work.preset.seed + i).shuffle(documents)
+    fill = vocabulary.token_id(tokenizer, vocabulary.END_OF_TEXT)
+    return tuple(rows.pack(documents, buckets, fill=fill))
 
 
 def target(work: Work) -> None:
     """Train the target from scratch, phase by phase, and export it with its tokenizer."""
-    preset, made = work.preset, work.tokenizer()
-    pad = vocabulary.token_id(made, vocabulary.END_OF_TEXT)
-    ends = vocabulary.token_id(made, vocabulary.TURN_END), pad
+    preset = work.preset
+    tokenizer = work.tokenizer()
+    pad = vocabulary.token_id(tokenizer, vocabulary.END_OF_TEXT)
+    ends = (vocabulary.token_id(tokenizer, vocabulary.TURN_END), pad)
     first = preset.target_config(ends, preset.phases[0].layers)
-    params = pretraining.initial(llama.build(first), first, preset.seed)
+    params = pretraining.initial(llama_net.build(first), first, preset.seed)
     for i, phase in enumerate(preset.phases):
         params = trained(work, preset.target_config(ends, phase.layers), params, i)
     with saved_as(work.path("target"), folder=True) as partial:
-        fields = {"bos_token_id": None, "pad_token_id": pad}
-        config = preset.target_config(ends)
-        run.write_huggingface(partial, config, jax.device_get(params), **fields)
-        vocabulary.save(made, partial, LONGEST)
+        run.write_huggingface(
+            partial,
+            preset.target_config(ends),
+            jax.device_get(params),
+            bos_token_id=None,
+            pad_token_id=pad,
+        )
+        vocabulary.save(tokenizer, partial, LONGEST)
 
 
 def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
@@ -136,7 +148,8 @@ def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
 
     Each phase starts with a new optimizer state.
     """
-    phase, model = work.preset.phases[i], llama.build(config)
+    phase = work.preset.phases[i]
+    model = llama_net.build(config)
     params = pretraining.deepened(params, config.num_layers)
     maker = optimizer.build(phase.schedule, decay=WEIGHT_DECAY)
     settings = loop.TrainingRun(
@@ -147,7 +160,8 @@ def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
         label=f"target {i + 1}",
     )
     state = pretraining.TrainState(params=params, optimizer=maker.init(params))
-    if (finished := loop.finished(settings, state)) is not None:
+    finished = loop.finished(settings, state)
+    if finished is not None:
         return finished.params
     batches = rows.Batches(phase.buckets, token_rows(work, i), work.preset.seed + i)
     step = jit(pretraining.step(model, config, maker, phase.given_weight), donate=(0,))
@@ -166,19 +180,23 @@ def trained_target(work: Work) -> TargetModel:
 
 def prompts(work: Work) -> list[regenerate.AnswerPrompt]:
     """Return training conversations cut before an answer, and pieces of training sources."""
-    preset, phases, made = work.preset, read_corpus(work), work.tokenizer()
+    preset = work.preset
+    phases = read_corpus(work)
+    tokenizer = work.tokenizer()
     recipe = preset.drafter
     rng = random.Random(f"prompts {preset.seed}")
     share = recipe.prompts // len(phases)
-    whole = [c for text in phases for c in text.conversations[:share]]
-    cut = [conversation.opened(rng, c) for c in whole]
-    chats = vocabulary.chat_documents(made, map(vocabulary.prompt_text, cut))
-    pieces = vocabulary.source_documents(made, phases[0].sources, recipe.text_prompt)
+    cut: list[Conversation] = []
+    for text in phases:
+        cut += [conversation.opened(rng, whole) for whole in text.conversations[:share]]
+    chats = vocabulary.chat_documents(tokenizer, map(vocabulary.prompt_text, cut))
+    pieces = vocabulary.source_documents(tokenizer, phases[0].sources, recipe.text_prompt)
     code = rng.sample(pieces, min(recipe.text_prompts, len(pieces)))
-    given = [rows.Document(d.ids, np.zeros(len(d.ids), bool)) for d in code]
-    return [regenerate.AnswerPrompt(d, recipe.new_tokens) for d in chats] + [
-        regenerate.AnswerPrompt(d, recipe.text_tokens) for d in given
-    ]
+    answered = [regenerate.AnswerPrompt(chat, recipe.new_tokens) for chat in chats]
+    for piece in code:
+        unwanted = rows.Document(piece.ids, np.zeros(len(piece.ids), bool))
+        answered.append(regenerate.AnswerPrompt(unwanted, recipe.text_tokens))
+    return answered
 
 
 def transcripts(work: Work) -> list[rows.Document]:
@@ -187,25 +205,26 @@ def transcripts(work: Work) -> list[rows.Document]:
     Their assistant turns come from the generator and count only where the target agrees.
     """
     texts = map(vocabulary.training_text, read_corpus(work)[0].conversations)
-    made = vocabulary.chat_documents(work.tokenizer(), texts)
+    documents = vocabulary.chat_documents(work.tokenizer(), texts)
     longest = work.preset.drafter.answer_buckets[-1].length
-    return [d for d in made if len(d.ids) > longest][: work.preset.transcripts]
+    longer = [document for document in documents if len(document.ids) > longest]
+    return longer[: work.preset.transcripts]
 
 
 def answers(work: Work) -> None:
     """Write the target's greedy answers to training prompts, one per row."""
     recipe = work.preset.drafter
     fill = vocabulary.token_id(work.tokenizer(), vocabulary.END_OF_TEXT)
-    found = regenerate.answer(
+    documents = regenerate.answer(
         work.out / "answers.state.jsonl",
         regenerate.local_decoder(trained_target(work)),
         prompts(work),
         recipe.answer_buckets,
         report=work.report,
     )
-    found += transcripts(work)
-    random.Random(work.preset.seed).shuffle(found)
-    rows.save(work.path("answers"), rows.one_per_row(found, recipe.buckets, fill=fill))
+    documents += transcripts(work)
+    random.Random(work.preset.seed).shuffle(documents)
+    rows.save(work.path("answers"), rows.one_per_row(documents, recipe.buckets, fill=fill))
 
 
 def drafter_model(work: Work) -> None:
@@ -220,8 +239,13 @@ def drafter_model(work: Work) -> None:
         report=work.report,
     )
     with saved_as(work.path("drafter"), folder=True) as partial:
-        fields = {"max_position_embeddings": LONGEST, "tie_word_embeddings": False}
-        run.write_huggingface(partial, fitted.config, fitted.params, **fields)
+        run.write_huggingface(
+            partial,
+            fitted.config,
+            fitted.params,
+            max_position_embeddings=LONGEST,
+            tie_word_embeddings=False,
+        )
 
 
 def held_out(work: Work) -> None:
@@ -230,23 +254,34 @@ def held_out(work: Work) -> None:
     Raises:
       ConfigError: a prompt also occurs in training text.
     """
-    preset, phases = work.preset, read_corpus(work)
-    whole = [c for text in phases for c in text.conversations]
-    trained = {question for c in whole for question in conversation.questions(c)}
+    preset = work.preset
+    phases = read_corpus(work)
+    trained: set[str] = set()  # questions of training text
+    sources: list[str] = []
+    for text in phases:
+        sources += text.sources
+        for chat in text.conversations:
+            trained.update(conversation.questions(chat))
     chats = conversation.held_out_conversations(preset.seed, preset.held_out_chat)
-    sources = [source for text in phases for source in text.sources]
     code = stdlib.held_out_openings(preset.held_out_code, sources)
-    known = [conversation.questions(c)[0] for c in chats if conversation.questions(c)[0] in trained]
+    asked = [conversation.questions(chat)[0] for chat in chats]
+    known = [question for question in asked if question in trained]
     known += [piece for piece in code if any(piece in source for source in sources)]
     if known:
         raise ConfigError(
             f"{len(known)} held-out prompts also occur in training text, for example"
             f" {known[0][:60]!r}; change the split"
         )
-    entries = [
-        {"kind": "chat", "messages": c.messages, "tools": c.tools, "thinking": c.thinking}
-        for c in chats
-    ] + [{"kind": "code", "text": piece} for piece in code]
+    entries: list[dict[str, Any]] = [
+        {
+            "kind": "chat",
+            "messages": chat.messages,
+            "tools": chat.tools,
+            "thinking": chat.thinking,
+        }
+        for chat in chats
+    ]
+    entries += [{"kind": "code", "text": piece} for piece in code]
     with saved_as(work.path("heldout")) as partial:
         lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
         partial.write_text("".join(lines), encoding="utf-8")
@@ -254,16 +289,17 @@ def held_out(work: Work) -> None:
 
 def evaluation(work: Work) -> None:
     """Measure the acceptance length on the held-out prompts by decoding them."""
-    found = evaluate.evaluate(
+    results = evaluate.evaluate(
         evaluate.engine_of(work.path("target"), work.path("drafter")),
         work.path("heldout"),
         max_tokens=work.preset.drafter.held_out_tokens,
         report=work.report,
     )
-    for kind in filter(found.__contains__, evaluate.KINDS):
-        work.report(f"{kind}: {evaluate.summary(found[kind])}")
+    for kind in evaluate.KINDS:
+        if kind in results:
+            work.report(f"{kind}: {evaluate.summary(results[kind])}")
     with saved_as(work.path("evaluation")) as partial:
-        write_json(partial, found)
+        write_json(partial, results)
 
 
 def result(work: Work) -> None:

@@ -20,7 +20,10 @@ from dflash_jax.trainer.files import write_json
 from dflash_jax.trainer.rows import Document, pieces
 from recipes.tiny.corpus.world import Conversation
 
-END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+MASK = "<|mask|>"
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END, *MARKUP, "</tool_response>", MASK)
 TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
@@ -61,10 +64,10 @@ def token_id(tokenizer: Tokenizer, text: str) -> int:
     Raises:
       ConfigError: the tokenizer does not have it.
     """
-    found = tokenizer.token_to_id(text)
-    if found is None:
+    token = tokenizer.token_to_id(text)
+    if token is None:
         raise ConfigError(f"the tokenizer has no token {text!r}; train it again")
-    return found
+    return token
 
 
 def save(tokenizer: Tokenizer, directory: Path, longest: int) -> None:
@@ -110,37 +113,45 @@ def render(
     messages: Sequence[dict], *, tools: Sequence[dict] = (), opens: bool, thinking: bool = True
 ) -> str:
     """Render the chat template; `opens` adds the start of an assistant turn."""
-    switch = {} if thinking else {"enable_thinking": False}
-    return _template().render(
-        messages=list(messages), tools=list(tools), add_generation_prompt=opens, **switch
-    )
+    variables = {"messages": list(messages), "tools": list(tools), "add_generation_prompt": opens}
+    if not thinking:
+        variables["enable_thinking"] = False
+    return _template().render(variables)
 
 
-def training_text(made: Conversation) -> str:
+def training_text(chat: Conversation) -> str:
     """Return a conversation as training text."""
-    if made.thinking:
-        return render(made.messages, tools=made.tools, opens=False)
-    prompt = render(made.messages[:-1], tools=made.tools, opens=True, thinking=False)
-    return prompt + made.messages[-1]["content"] + TURN_END + "\n"
+    if chat.thinking:
+        return render(chat.messages, tools=chat.tools, opens=False)
+    prompt = render(chat.messages[:-1], tools=chat.tools, opens=True, thinking=False)
+    return prompt + chat.messages[-1]["content"] + TURN_END + "\n"
 
 
-def prompt_text(made: Conversation) -> str:
+def prompt_text(chat: Conversation) -> str:
     """Return a conversation as a prompt, with the next assistant turn opened."""
-    return render(made.messages, tools=made.tools, opens=True, thinking=made.thinking)
+    return render(chat.messages, tools=chat.tools, opens=True, thinking=chat.thinking)
 
 
 def chat_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> list[Document]:
     """Return rendered conversations; assistant turns are wanted, their end included."""
     opening = tokenizer.encode(TURN_START + "assistant\n").ids
     end = token_id(tokenizer, TURN_END)
-    return [
-        Document(ids, answer_mask(ids, opening, end))
-        for ids in (np.asarray(e.ids, np.int32) for e in tokenizer.encode_batch(list(texts)))
-    ]
+    documents = []
+    for encoding in tokenizer.encode_batch(list(texts)):
+        ids = np.asarray(encoding.ids, np.int32)
+        documents.append(Document(ids, answer_mask(ids, opening, end)))
+    return documents
 
 
 def answer_mask(ids: np.ndarray, opening: list[int], end: int) -> np.ndarray:
-    """Return a mask that is true after each opening, up to and including the next end."""
+    """Return a mask that is true after each opening, up to and including the next end.
+
+    Args:
+      ids: int32 [tokens].
+
+    Returns:
+      bool [tokens].
+    """
     wanted = np.zeros(len(ids), bool)
     inside = False
     for i, token in enumerate(ids):
@@ -155,7 +166,7 @@ def answer_mask(ids: np.ndarray, opening: list[int], end: int) -> np.ndarray:
 def source_documents(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[Document]:
     """Return source files in pieces of `length` tokens, all wanted, the file's end marked."""
     end = token_id(tokenizer, END_OF_TEXT)
-    found = []
+    documents = []
     for encoding in tokenizer.encode_batch(list(texts)):
-        found += pieces(np.asarray([*encoding.ids, end], np.int32), length)
-    return found
+        documents += pieces(np.asarray([*encoding.ids, end], np.int32), length)
+    return documents

@@ -2,9 +2,10 @@
 
 import pytest
 
-from benchmarks.collectives import Machine, counted, groups, table
+from benchmarks.compile_for.hlo import Machine, counted, groups
+from benchmarks.compile_for.hosts import table
 
-MACHINE = Machine("test", local=2, read=1e9, link=1e6, network=5e5, memory=4e4)
+MACHINE = Machine("test", local=2, memory=4e4)
 HLO = """HloModule step
 
 %add (x: f32[], y: f32[]) -> f32[] {
@@ -58,10 +59,6 @@ def test_a_step_is_counted_by_its_shapes_and_groups() -> None:
     assert found["calls"]["network"] == {"all-gather": 1, "reduce-scatter": 1}
     local, network = 400 + 80, 200 + 300  # twice half of both reductions; half, three quarters
     assert found["sent"] == {"local": local, "network": network}
-    # The gather has one adapter of each host, the scatter two, as fast as the links in a host.
-    links = local / 1e6 + 200 / 5e5 + 300 / 1e6
-    assert found["estimate"]["links_ms"] == pytest.approx(1e3 * links)
-    assert found["estimate"]["memory_ms"] == pytest.approx(1e3 * 128 / 1e9)
 
 
 def test_a_collective_in_a_loop_is_refused() -> None:
@@ -73,4 +70,4 @@ def test_the_table_names_what_does_not_fit() -> None:
     step = counted(HLO, MACHINE, 4)
     lines = table({"m, two hosts, 2 x 2": {"memory": 1e4, "steps": {"plain": step}}})
     assert lines[-1].startswith("| m, two hosts | 2 x 2 | plain | 0.0 GB: does not fit |")
-    assert "| 2, 2 | 0.5 kB, 0.5 kB |" in lines[-1]
+    assert lines[-1].endswith("| 2, 2 | 0.5 kB, 0.5 kB |")

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.compile_for import accessed, devices, launched, mesh_of, table, target_kernels
+from benchmarks.compile_for.__main__ import table
+from benchmarks.compile_for.devices import devices, mesh_of
+from benchmarks.compile_for.hlo import accessed, launched, target_kernels
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.kernels.products import gather
 

@@ -16,8 +16,9 @@ import dflash_jax
 from dflash_jax.bench import endings
 from dflash_jax.engine import vocabulary
 from dflash_jax.engine.state_machine import Recovery
-from dflash_jax.server.prompt import ToolTurnCache, chat_prompt
+from dflash_jax.server.prompt import chat_prompt
 from dflash_jax.server.protocol import GenerationRequest
+from dflash_jax.server.tool_turns import ToolTurnCache
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES, Syntax, syntax_of, tools_warning
 
@@ -110,7 +111,7 @@ def test_cases_are_judged_by_the_odds_of_the_target(tokenizer: Tokenizer) -> Non
     assert (found["stalls"], found["answers"], found["natural_stalls"]) == (12, 12, 12)
     assert found["stalls_acted_on"] >= 10
     assert found["answers_disturbed"] == 0
-    strict = list(endings.judge_cases(model, cases, Recovery(call_odds=30.0)))
+    strict = list(endings.judge_cases(model, cases, Recovery(tool_call_threshold=30.0)))
     calls = sum(j.acted_on for j in strict)
     assert calls == sum(j.case.text.startswith("```json") for j in strict)
 
@@ -131,10 +132,10 @@ def test_the_tokenizer_of_bytes_has_every_tool_syntax(name: str) -> None:
     assert max(ids) < 256
     assert tokenizer.raw(ids) == text
     assert syntax_of(tokenizer.teaches) is SYNTAXES[name]
-    words = vocabulary.words_of(tokenizer, (), Recovery(), endings.TOOLS, None)
+    known = vocabulary.vocabulary_of(tokenizer, (), Recovery(), endings.TOOLS, None)
     own = SYNTAXES[name].lead + SYNTAXES[name].marker
-    assert tokenizer.raw(words.opening) == own
-    assert tokenizer.raw(words.opening[: words.lead]) == (SYNTAXES[name].lead or own)
+    assert tokenizer.raw(known.opening) == own
+    assert tokenizer.raw(known.opening[: known.lead]) == (SYNTAXES[name].lead or own)
 
 
 def test_a_template_without_tools_is_warned_about(tokenizer: Tokenizer) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import gguf_files
 from benchmarks.gguf_files import OURS, PROMPTS, THEIRS
+from benchmarks.processes import memory_mb
 
 
 def figures(speed: float) -> dict[str, Any]:
@@ -26,16 +27,13 @@ def test_a_request_is_the_same_for_both_sides_and_new_in_every_round() -> None:
     assert len(ids.split(",")) == 3
 
 
-def test_the_table_shows_the_peer_first() -> None:
-    heading, _, row = gguf_files.table({"a": {THEIRS: figures(2.0), OURS: figures(4.0)}})
+def test_tables_show_ours_first() -> None:
+    sides = {THEIRS: figures(2.0), OURS: figures(4.0), "over": {"tokens/s": 2.0}}
+    heading, _, row = gguf_files.table({"a": sides})
     assert len(heading.split(" | ")) == len(row.split(" | "))
     assert row == (
-        "| a | 2.0 / 4.0 | 0.500 / 0.250 | 5.000 / 2.500 | 30.000 / 15.000 | 290.000 / 145.000"
-        " | 0.5 / 0.2 | 1.0 / 0.5 | 21 / 42 | 40 / 80 |"
+        "| a | 4.0 / 2.0 | 2.00 | 2.500 / 5.000 | 145.000 / 290.000 | 0.5 / 1.0 | 42 / 21 |"
     )
-
-
-def test_tables_of_logits_and_encoders_show_ours_first() -> None:
     apart = {"kl_divergence": 0.01, "greedy_agreement": 0.95, "relative_error": 1e-6}
     near = apart | {"kl_divergence": 0.002}
     found: dict[str, Any] = {"file_mb": 98.4, "forms": {"Q4_K": 7e6, "float32 vectors": 4e5}}
@@ -57,7 +55,7 @@ def test_tables_of_logits_and_encoders_show_ours_first() -> None:
 
 
 def test_memory_is_that_of_the_process() -> None:
-    found = gguf_files.memory_mb(os.getpid())
+    found = memory_mb(os.getpid())
     assert 10 < found["resident"] <= found["peak"]
 
 

@@ -14,9 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import accuracy, llama_cpp
-from benchmarks.llama_models import RANDOM, shipped_blocks, write_pair
-from benchmarks.workers import Worker, WorkerError, llama_worker
+from benchmarks import accuracy
+from benchmarks.llama_cpp import __main__ as command
+from benchmarks.llama_cpp.build import llama_worker
+from benchmarks.llama_cpp.files import RANDOM, shipped_blocks, write_pair
+from benchmarks.llama_cpp.settings import Setting, cycle, merge
+from benchmarks.llama_cpp.worker import Worker, WorkerError
 from dflash_jax.config import check_pair
 from dflash_jax.converters.models import open_model
 from dflash_jax.testing import stored
@@ -29,19 +32,19 @@ needs_taskset = pytest.mark.skipif(
 
 @pytest.mark.parametrize("length", [1, 2, 4, 7, 8])
 def test_forced_acceptance_has_the_mean_that_was_asked_for(length: int) -> None:
-    accepted = llama_cpp.cycle(length, 8)
+    accepted = cycle(length, 8)
     assert sum(n + 1 for n in accepted) == length * len(accepted)
     assert all(0 <= n <= 7 for n in accepted)
 
 
 def test_forced_acceptance_varies_from_round_to_round() -> None:
-    assert llama_cpp.cycle(4, 8) == (3, 0, 6, 3)
+    assert cycle(4, 8) == (3, 0, 6, 3)
 
 
 @pytest.mark.parametrize("length", [0.5, 4.5, 9])
 def test_impossible_acceptance_is_refused(length: float) -> None:
     with pytest.raises(ValueError, match="expected a whole number from 1 to 8"):
-        llama_cpp.cycle(length, 8)
+        cycle(length, 8)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,7 @@ def test_impossible_options_are_refused(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        llama_cpp.main(["--llama-cpp", str(tmp_path), *words])
+        command.main(["--llama-cpp", str(tmp_path), *words])
     assert message in capsys.readouterr().err
 
 
@@ -72,28 +75,28 @@ def test_an_incomplete_build_is_refused_by_the_file_that_is_missing(tmp_path: Pa
 
 
 def test_requests_of_both_sides_are_the_same_words() -> None:
-    setting = llama_cpp.Setting("60m", "q8_0", 1, *(Path(),) * 3, accepted=(3, 0))
+    setting = Setting("60m", "q8_0", 1, *(Path(),) * 3, accepted=(3, 0))
     assert setting.request("packed drafted", 8, [5, 6]) == "drafted 8 5,6 3,0"
     assert setting.request("llama.cpp plain", 8, [5]) == "plain 8 5 0"
     assert setting.request("packed plain one token", 8, [5]) == "plain 8 5 0"
-    real = llama_cpp.Setting("tiny", "q8_0", 1, *(Path(),) * 3, accepted=())
+    real = Setting("tiny", "q8_0", 1, *(Path(),) * 3, accepted=())
     assert real.request("packed drafted", 8, [5]) == "drafted 8 5"
 
 
 def test_the_shipped_drafter_of_smollm2_drafts_by_itself() -> None:
-    setting = llama_cpp.Setting("smollm2-shipped", "q4_1", 1, *(Path(),) * 3, (), *shipped_blocks())
+    setting = Setting("smollm2-shipped", "q4_1", 1, *(Path(),) * 3, (), *shipped_blocks())
     words = setting.llama(256, drafted=True)
     assert words[words.index("--spec-draft-n-max") + 1] == "5"  # a whole block
     assert setting.advised == 3
     assert "--forced" not in setting.ours({}, drafted=True)
-    assert len(set(llama_cpp.first_turns())) == 8  # one of each category
+    assert len(set(command.first_turns())) == 8  # one of each category
 
 
 def test_a_run_in_parts_adds_to_the_results(tmp_path: Path) -> None:
     path = tmp_path / "llama_cpp.json"
     for key, stage, value in (("a", "decode", 1), ("a", "start", 2), ("b", "decode", 3)):
-        llama_cpp.merge(path, key, stage, {"value": value})
-    llama_cpp.merge(path, "a", "decode", {"value": 4})
+        merge(path, key, stage, {"value": value})
+    merge(path, "a", "decode", {"value": 4})
     kept = json.loads(path.read_text())
     assert kept["suite"] == "llama_cpp"
     assert kept["cases"] == {
@@ -152,7 +155,7 @@ def test_a_worker_that_ends_is_reported_with_its_last_words() -> None:
 
 @pytest.mark.soak
 def test_our_worker_accepts_as_many_drafts_as_requests_say(tmp_path: Path) -> None:
-    from benchmarks.jax_worker import JaxWorker
+    from benchmarks.llama_cpp.ours import JaxWorker
 
     pair = write_pair("2m", "q8_0", tmp_path)
     plan = json.dumps({"weights": "packed", "max_length": 256})
@@ -177,7 +180,7 @@ def test_all_stages_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     common = ["--llama-cpp", BUILD, "--models", "2m", "--types", "q8_0", "--cores", "1"]
     common += ["--rounds", "2", "--cache", str(tmp_path)]
     results = tmp_path / "results.json"
-    assert llama_cpp.main([*common, "--json", str(results)]) == 0
+    assert command.main([*common, "--json", str(results)]) == 0
     case = json.loads(results.read_text())["cases"]["2m/q8_0/1"]
     assert set(case) == {"decode", "prefill"}
     lengths = {name: s["acceptance_length"] for name, s in case["decode"]["series"].items()}

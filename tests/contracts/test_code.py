@@ -1,4 +1,9 @@
-"""Docstrings of everything public, unique class names, functions of one screen."""
+"""Docstrings of everything public, unique class names, functions of one screen, plain statements.
+
+    PYTHONPATH=. python tests/contracts/test_code.py
+
+prints the figures of `MOST` as they are now.
+"""
 
 import ast
 import functools
@@ -135,3 +140,90 @@ def test_no_step_is_called_as_a_variant() -> None:
 def test_the_engine_has_few_files_at_its_top() -> None:
     files = sorted(path.name for path in (ROOT / "dflash_jax" / "engine").glob("*.py"))
     assert len(files) <= ENGINE_FILES, files
+
+
+# Statements that say more than one thing, or nothing of what they hold, by folder of code: packed
+# assignments, arithmetic on booleans, expressions as statements, and names like `found`.
+# These figures may only fall.
+MOST: dict[str, tuple[int, int, int, int]] = {
+    "dflash_jax/engine": (0, 4, 0, 0),
+    "dflash_jax/trainer": (0, 0, 0, 1),
+    "converters": (0, 1, 0, 0),
+}
+CODE = AREAS | {
+    folder: sorted((ROOT / folder).rglob("*.py")) for folder in ("benchmarks", "recipes")
+}
+VAGUE = ("found", "given")
+
+
+def is_packed(node: ast.AST) -> bool:
+    """Return whether an assignment has several values that do not depend on what it assigns."""
+    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+        return False
+    target = node.targets[0]
+    value = node.value
+    if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple):
+        return False
+    if any(isinstance(part, ast.Starred) for part in (*target.elts, *value.elts)):
+        return False
+    assigned = {ast.unparse(each) for each in target.elts}
+    return assigned.isdisjoint(ast.unparse(part) for part in ast.walk(value) if is_place(part))
+
+
+def is_place(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
+
+
+def is_boolean(node: ast.AST | None) -> bool:
+    negated = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    named = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "bool"
+    return negated or named or isinstance(node, ast.Compare)
+
+
+def counts_a_boolean(node: ast.AST) -> bool:
+    """Return whether a boolean is added, multiplied, or the bound of a slice."""
+    match node:
+        case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult(), right):
+            return is_boolean(left) or is_boolean(right)
+        case ast.AugAssign(_, ast.Add() | ast.Sub() | ast.Mult(), value):
+            return is_boolean(value)
+        case ast.Slice(lower, upper, _):
+            return is_boolean(lower) or is_boolean(upper)
+    return False
+
+
+def is_value_as_statement(node: ast.AST) -> bool:
+    usual = ast.Call | ast.Await | ast.Yield | ast.YieldFrom | ast.Constant
+    return isinstance(node, ast.Expr) and not isinstance(node.value, usual)
+
+
+def is_vague(node: ast.AST) -> bool:
+    return getattr(node, "id", getattr(node, "arg", "")) in VAGUE and isinstance(
+        node, ast.Name | ast.arg
+    )
+
+
+def language(area: str) -> tuple[int, ...]:
+    """Return the figures of an area, in the order of `MOST`."""
+    kinds = (is_packed, counts_a_boolean, is_value_as_statement, is_vague)
+    counts = [0] * len(kinds)
+    for path in CODE[area]:
+        for node in ast.walk(tree_of(path)):
+            for at, holds in enumerate(kinds):
+                if holds(node):
+                    counts[at] += 1
+    return tuple(counts)
+
+
+@pytest.mark.parametrize("area", CODE)
+def test_statements_say_one_thing_each(area: str) -> None:
+    counts = language(area)
+    most = MOST.get(area, (0, 0, 0, 0))
+    grown = [count > limit for count, limit in zip(counts, most, strict=True)]
+    assert not any(grown), f"{area} has {counts}, at most {most} are allowed: see `MOST`"
+
+
+if __name__ == "__main__":
+    for name in CODE:
+        if any(language(name)):
+            print(f'    "{name}": {language(name)},')

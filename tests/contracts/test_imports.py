@@ -3,11 +3,14 @@
 import ast
 import functools
 import graphlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from dflash_jax import families
 
 ROOT = Path(__file__).parents[2]
 # Those that run modules of NNX, or read states of other libraries' modules.
@@ -16,13 +19,23 @@ NNX = (
     *("rollouts.py", "test_flax.py", "test_live.py", "test_rollouts.py"),
     *("test_update_params.py", "check.py", "write.py"),
 )
-TRACED = ("nn", "models", "graph/steps")
+NETWORKS = "dflash_jax/families/*_net.py"
+TRACED = (
+    NETWORKS,
+    *(f"dflash_jax/{x}.py" for x in ("nn/*", "graph/steps/*", "trainer/recorder")),
+)
 
 
 def files(*folders: str) -> list[Path]:
     found = [p for folder in folders for p in sorted((ROOT / folder).rglob("*.py"))]
     assert found, folders
     return found
+
+
+def matching(pattern: str) -> list[Path]:
+    paths = sorted(ROOT.glob(pattern))
+    assert paths, pattern
+    return paths
 
 
 @functools.cache
@@ -104,7 +117,7 @@ def test_what_clients_send_is_read_without_arrays_and_sockets() -> None:
 def test_the_package_itself_needs_no_server_libraries() -> None:
     libraries = ("starlette", "uvicorn", "msgspec", "prometheus_client")
     for path in files("dflash_jax"):
-        if not {"server", "ray", "hosts"} & {*path.relative_to(ROOT).parts}:
+        if not {"server", "ray"} & {*path.relative_to(ROOT).parts}:
             top = imports(path, inside_functions=False)
             assert not [n for n in top if under(n, *libraries, "dflash_jax.server")], path
 
@@ -119,8 +132,8 @@ def test_only_the_adapter_imports_ray_and_nothing_imports_the_adapter_at_once() 
             assert not [n for n in top if under(n, "ray", "dflash_jax.ray")], path
 
 
-@pytest.mark.parametrize("folder", TRACED)
-def test_traced_code_imports_neither_the_host_side_nor_input_and_output(folder: str) -> None:
+@pytest.mark.parametrize("pattern", TRACED)
+def test_traced_code_imports_neither_the_host_side_nor_input_and_output(pattern: str) -> None:
     host = ("engine", "cli", "loading", "target_model")
     host += ("tokenizer", "trainer", "testing", "utils", "bench")
     banned = [f"dflash_jax.{part}" for part in host]
@@ -135,15 +148,15 @@ def test_traced_code_imports_neither_the_host_side_nor_input_and_output(folder: 
         "random",
         "warnings",
     ]
-    for path in files(f"dflash_jax/{folder}"):
+    for path in matching(pattern):
         assert not [n for n in imports(path) if under(n, *banned)], path
 
 
-@pytest.mark.parametrize("folder", TRACED)
-def test_traced_code_calls_nothing_that_leaves_the_device(folder: str) -> None:
+@pytest.mark.parametrize("pattern", TRACED)
+def test_traced_code_calls_nothing_that_leaves_the_device(pattern: str) -> None:
     banned = {"print", "open", "np.load", "np.save", "np.asarray", "np.array", "jax.device_get"}
     banned |= {"jax.pure_callback", "jax.debug.print", "jax.debug.callback", "jax.device_put"}
-    for path in files(f"dflash_jax/{folder}"):
+    for path in matching(pattern):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         calls = {dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert not calls & banned, path
@@ -161,12 +174,26 @@ def test_packages_import_each_other_in_no_circle() -> None:
     assert len([*graphlib.TopologicalSorter(graph).static_order()]) > 30  # or it raises
 
 
+def test_modules_of_benchmarks_import_each_other_in_no_circle() -> None:
+    """Imports inside functions count as well."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in files("benchmarks", "recipes")
+    }
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names = imports(path)
+        homes = {name.rpartition(".")[0] for name in names}  # of classes and functions
+        graph[module] = (names | homes) & paths.keys()
+    assert len([*graphlib.TopologicalSorter(graph).static_order()]) == len(paths)  # or it raises
+
+
 def test_networks_do_not_know_how_they_are_decoded() -> None:
     for path in files("dflash_jax/nn"):
         names = imports(path)
-        banned = ("dflash_jax.models", "dflash_jax.graph.steps")
+        banned = ("dflash_jax.families", "dflash_jax.networks", "dflash_jax.graph.steps")
         assert not [n for n in names if under(n, *banned)], path
-    for path in files("dflash_jax/models"):
+    for path in matching(NETWORKS):
         assert not [n for n in imports(path) if under(n, "dflash_jax.graph.steps")], path
 
 
@@ -183,7 +210,11 @@ def test_only_the_compiler_jits() -> None:
 def test_converters_are_imported_inside_functions_of_loading_and_the_commands_alone() -> None:
     importing = set()
     for path in files("dflash_jax"):
-        if any(under(n, "dflash_jax.converters") for n in imports(path)):
+        used = [n for n in imports(path) if under(n, "dflash_jax.converters")]
+        if path.parent.name == "families":
+            assert not [n for n in used if not under(n, "dflash_jax.converters.formats")], path
+            continue
+        if used:
             importing.add(path.relative_to(ROOT / "dflash_jax").parts[0])
         top = imports(path, inside_functions=False)
         assert not [n for n in top if under(n, "dflash_jax.converters")], path
@@ -192,13 +223,20 @@ def test_converters_are_imported_inside_functions_of_loading_and_the_commands_al
 
 
 def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
-    parts = ("config", "converters", "quant", "checkpoint", "errors", "tokenizer")
+    parts = ("config", "families", "converters", "quant", "checkpoint", "errors", "tokenizer")
     parts += ("model_files", "utils.atomic", "utils.command", "utils.sources")
-    parts += ("utils.progress", "utils.kept_files", "kernels.native.interleaved")
+    parts += ("utils.progress", "utils.store", "kernels.native.interleaved")
     allowed = [f"dflash_jax.{part}" for part in parts]
     for path in files("converters"):
         ours = [n for n in imports(path) if under(n, "dflash_jax")]
         assert not [n for n in ours if not under(n, *allowed)], path
+
+
+def test_formats_know_neither_families_nor_how_models_are_read_and_written() -> None:
+    allowed = ("config", "converters.formats", "errors", "quant")
+    for path in files("converters/formats"):
+        ours = [n for n in imports(path) if under(n, "dflash_jax")]
+        assert not [n for n in ours if not under(n, *(f"dflash_jax.{x}" for x in allowed))], path
 
 
 def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
@@ -216,6 +254,26 @@ def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
         assert not [n for n in imports(path) if under(n, "jax", "flax", "jaxlib")], path
 
 
+def test_a_family_is_imported_alone_and_none_imports_jax_but_their_networks() -> None:
+    code = """
+import importlib, sys
+from dflash_jax import families
+
+def imported():
+    return {m.removeprefix("dflash_jax.families.") for m in sys.modules if "jax.families." in m}
+
+assert families.family_of("mistral3") == "ministral3" and not imported()
+assert families.family("llama").slots and imported() == {"llama", "entry"}, imported()
+for name in sys.argv[1:]:
+    importlib.import_module(f"dflash_jax.families.{name}")
+    assert not {"jax", "flax"} & sys.modules.keys(), name
+"""
+    names = [p.stem for p in files("dflash_jax/families") if not p.stem.endswith(("_net", "__"))]
+    assert {*families.BUILT_IN, *families.BUILT_IN_KINDS} <= {*names}
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_flax_means_linen_and_struct() -> None:
     used = set()
     for path in files("dflash_jax", "converters", "recipes", "tests"):
@@ -231,3 +289,12 @@ def test_the_recipe_of_the_shipped_pair_is_no_part_of_the_package() -> None:
     assert using == {ROOT / "dflash_jax/trainer/sources.py"}
     top = imports(ROOT / "dflash_jax/trainer/data.py", inside_functions=False)
     assert not [name for name in top if under(name, "recipes")]
+
+
+def test_only_one_file_knows_the_store_of_jax_and_programs_do_not_know_it() -> None:
+    knowing = {p for p in files("dflash_jax") if any(under(n, "jax._src") for n in imports(p))}
+    calls = ("_client.", "key_value_set")
+    named = {p for p in knowing if any(x in p.read_text(encoding="utf-8") for x in calls)}
+    assert named == {ROOT / "dflash_jax/distributed.py"}
+    for path in files("dflash_jax/graph", "dflash_jax/nn", "dflash_jax/kernels"):
+        assert not [n for n in imports(path) if under(n, "dflash_jax.distributed")], path

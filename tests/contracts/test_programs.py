@@ -24,7 +24,7 @@ from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.inputs import ForcedTokensInputs, PrefillInputs
 from dflash_jax.graph.steps.pair import forward
 from dflash_jax.kernels.native.build import library
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.plan import ResolvedPlan
 from dflash_jax.testing import AMPLE, planned, random_params, tiny_drafter, tiny_target
 
@@ -289,7 +289,7 @@ def test_a_forced_step_makes_the_whole_pass_of_a_plain_one(
     last["down"] = np.full_like(last["down"], np.nan)  # in no cache
     state = planned(TARGET, DRAFTER, plan(3)).empty_state()
     tokens, count = np.ones((3, BLOCK), np.int32), np.array([2, 0, BLOCK], np.int32)
-    inputs = ForcedTokensInputs(tokens, num_fed=count, forced=count > 0, anchor=count)
+    inputs = ForcedTokensInputs(tokens, num_tokens=count, forced=count > 0, anchor=count)
     state, _, finite = built[3, FORCED](jax.device_put(params), state, None, inputs)
     assert not finite.any()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))

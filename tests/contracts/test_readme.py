@@ -14,6 +14,7 @@ import jax
 import pytest
 
 import dflash_jax as dj
+from benchmarks import documents, pictures
 from dflash_jax import loading
 from dflash_jax.cli import main, parser
 from dflash_jax.engine.engine import Engine
@@ -25,8 +26,9 @@ from tests.server.conftest import LiveServer, run_server
 pytestmark = pytest.mark.exhaustive
 
 ROOT = Path(__file__).parents[2]
-OWN = "operating.md"  # whose files of other programs tests/server/test_operating.py tries
-DOCS = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != OWN]
+# Pages with files of other programs. tests/server/test_operating.py tries those of the first one.
+OTHERS = ("operating.md", "agents.md")
+DOCS = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in OTHERS]
 PAGES = (ROOT / "README.md", *DOCS)
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in PAGES}
 URL = "http://127.0.0.1:8000"
@@ -155,6 +157,17 @@ def test_an_openai_client_has_its_agent_answered(
     assert printed(CLIENT) == [capsys.readouterr().out.strip()]
 
 
+def test_the_terminal_of_the_picture_shows_what_the_model_answers(engine: Engine) -> None:
+    result = documents.read("terminal")
+    assert result["command"] == documents.SHOWN
+    assert result["command"] in TEXTS["README.md"]
+    cells = pictures.colour_cells(result["output"])
+    text = "".join(cell.letter for cell in cells if cell.kind != "rejected")
+    prompt = shlex.split(result["command"])[2]
+    answer = engine.chat([{"role": "user", "content": prompt}], max_tokens=64).text
+    assert text.startswith(answer)
+
+
 @pytest.mark.parametrize("text", REQUESTS)
 def test_curl_streams_an_answer(text: str, live: LiveServer) -> None:
     if shutil.which("curl") is None:
@@ -182,7 +195,8 @@ def check_command(program: str, *words: str) -> None:
     elif program == "pip":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
         extras = re.findall(r"\.\[([\w,]+)\]", " ".join(words))
-        assert set(",".join(extras).split(",")) <= set(project["optional-dependencies"])
+        names = {name for extra in extras for name in extra.split(",")}
+        assert names <= set(project["optional-dependencies"])
     elif program == "serve":
         assert words[:2] == ("run", "dflash_jax.ray:app")
         given_options(dict(word.split("=") for word in words[2:]), {})
@@ -192,6 +206,10 @@ def check_command(program: str, *words: str) -> None:
     elif words[0] in ("export", "convert", "compare", "inspect") and "--imatrix" not in words:
         assert main(words) == 0
         assert words[0] not in ("export", "convert") or Path(words[2]).exists()
+    elif words[0] == "generate" and not {"--target", "--drafter"} & set(words):
+        assert main(words) == 0
+    elif words == ("serve",):
+        assert main([*words, "--check"]) == 0
     else:
         options = parser().parse_args(words)
         if words[0] == "train":

@@ -13,7 +13,7 @@ from dflash_jax.graph.build import compile_programs
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.resolve import resolve
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import AMPLE, planned, tiny_drafter, tiny_target
 
 VOCAB = 977

@@ -23,7 +23,7 @@ from weight_files import ORACLE, key, raw_gguf, tensor, text
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.command_parts import ProgressBar
 from dflash_jax.converters.convert import keep_apart
-from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.formats.gguf.file import open_gguf
 from dflash_jax.converters.inspect import check_instruct
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError
@@ -209,6 +209,16 @@ def test_errors_are_one_line_and_exit_code_one(capsys, tmp_path, target):
     assert "--overwrite" in error
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "y")]) == 1
     assert "config.json does not exist" in capsys.readouterr().err
+    (tmp_path / "x.txt").write_text("no weights")
+    for command in (["inspect"], ["compare", str(TARGET)], ["convert", "--dry-run"]):
+        last = [str(tmp_path / "z")] if command[0] == "convert" else []
+        for name, message in (("none", "none does not exist"), ("x.txt", "x.txt is no model")):
+            assert main([*command, str(tmp_path / name), *last]) == 1
+            expected = f"{message}; give a folder, a checkpoint or a .gguf file\n"
+            assert capsys.readouterr().err.endswith(expected)
+    assert main(["convert", str(target), str(tmp_path / "y"), "--name", "a\udcff"]) == 1
+    assert "--name is not UTF-8" in capsys.readouterr().err
+    assert not (tmp_path / "y").exists()
     assert main(["convert", str(target), str(tmp_path), "--overwrite"]) == 1
     assert "which would be lost" in capsys.readouterr().err
     assert target.is_file()
@@ -547,8 +557,9 @@ def test_a_process_with_a_closed_output_pipe_ends_quietly(target):
 
 def test_converters_import_nothing_that_computes():
     allowed = {"numpy", "ml_dtypes", *sys.stdlib_module_names}
-    inside = ("dflash_jax.config", "dflash_jax.errors", "dflash_jax.checkpoint")
+    inside = ("dflash_jax.config", "dflash_jax.families", "dflash_jax.errors")
     inside += (
+        "dflash_jax.checkpoint",
         "dflash_jax.kernels.native.interleaved",
         "dflash_jax.model_files",
         "dflash_jax.quant.formats",
@@ -556,14 +567,17 @@ def test_converters_import_nothing_that_computes():
         "dflash_jax.tokenizer",
         "dflash_jax.utils.command",
         "dflash_jax.utils.atomic",
-        "dflash_jax.utils.kept_files",
+        "dflash_jax.utils.store",
         "dflash_jax.utils.progress",
     )
     inside += ("dflash_jax.utils.sources", "dflash_jax.converters")
     for path in (ROOT / "converters").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom) and node.module == "dflash_jax":
+                names += [f"dflash_jax.{a.name}" for a in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names.append(str(node.module))
             for name in names:
                 fine = name.startswith(inside) or name.split(".")[0] in allowed
                 assert fine, f"{path} imports {name}"

@@ -12,11 +12,12 @@ from weight_files import ORACLE
 
 import dflash_jax as dj
 from dflash_jax.cli import main
-from dflash_jax.converters.compare import LIMITS, compare
+from dflash_jax.converters.compare import compare
 from dflash_jax.converters.compare_tokens import differences
 from dflash_jax.converters.convert import convert
+from dflash_jax.converters.error_limits import LIMITS
+from dflash_jax.converters.formats.quants.types import BY_NAME
 from dflash_jax.converters.models import open_model
-from dflash_jax.converters.quants.types import BY_NAME
 
 TINY = Path(dj.__file__).parent / "data" / "tiny" / "target"
 TARGET = ORACLE / "targets" / "llama3"

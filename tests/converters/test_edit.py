@@ -16,11 +16,12 @@ import pytest
 
 from dflash_jax.converters import edit as module
 from dflash_jax.converters.cli import main
-from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.formats.gguf.file import open_gguf
 from dflash_jax.converters.gguf.split import part_path
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = "tokenizer.ggml.eos_token_id"
+PADDING = ("--special-token-by-id", "padding", "2")
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +122,17 @@ def test_a_key_keeps_its_type(file):
         (["--set", "=1"], "is empty, unprintable"),
         (["--set", "a\nb=1"], "is empty, unprintable"),
         (["--set", "x.y=u8:256"], "expected a value of the type u8"),
+        (["--set", "x.y=f64:1e999"], "expected a value of the type f64"),
+        (["--set", "x.y=[NaN]"], "expected a value of the type f32"),
         (["--set", 'x.y=["a", 1]'], "values of one type"),
         (["--set", "x.y=int:1e400"], "whole number of at most 64 bits"),
         (["--set", "x.y=a\udcff"], "is not UTF-8"),
         (["--name", "a", "--set", "general.name=b"], "is given twice"),
+        (["--special-token-by-id", "pad", "1", *PADDING], "padding_token_id is given twice"),
+        (["--special-token", "pad", "<|im_end|>", *PADDING], "is given twice"),
+        (["--set", "tokenizer.ggml.padding_token_id=1", *PADDING], "is given twice"),
+        (["--special-token-by-id", "eos", "9" * 5000], "expected a value of the type u32"),
+        (["--name", "a", "--overwrite"], "--overwrite is for --output NEW"),
         (["--remove", "block_count"], "did you mean"),
         (["--chat-template", "{% if %}"], "the new chat template does not work"),
         (["--chat-template", ""], "give --remove tokenizer.chat_template"),
@@ -145,10 +153,13 @@ def test_wrong_changes_are_named_and_leave_the_file_alone(capsys, file, options,
 
 def test_files_that_are_no_gguf_are_named(capsys, tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF\3\0\0\0")
+    (tmp_path / "x.txt").write_text("a text of more than 24 bytes")
     os.mkfifo(tmp_path / "pipe.gguf")
     for name, message in {
-        "": "the metadata of a folder are texts",
+        "": "is a folder, whose metadata are texts",
         "none.gguf": "give a weight file that exists",
+        "none": "give a weight file that exists",
+        "x.txt": "the file is damaged or not GGUF",
         "pipe.gguf": "is a pipe",
         "x.gguf": "the file is damaged or not GGUF",
     }.items():
@@ -175,6 +186,7 @@ def test_a_dry_run_and_an_output_leave_the_file_alone(capsys, file, tmp_path):
     for options, message in (
         (["--output", tmp_path / "new.gguf"], "exists"),
         (["--output", file], "is the file itself"),
+        (["--output", tmp_path / "new"], "ends in .gguf"),
         ([], "is read-only"),
     ):
         assert edit(file, "--name", "Third", *options) == 1
@@ -280,7 +292,7 @@ def test_sets_are_those_of_gguf_split_and_merge_to_the_same_bytes(capsys, file, 
     assert (tmp_path / "m.gguf").read_bytes() == file.read_bytes()
 
 
-def test_a_set_is_edited_by_its_first_file(file, tmp_path):
+def test_a_set_is_edited_by_its_first_file(capsys, file, tmp_path):
     assert main(["split", str(file), str(tmp_path / "s.gguf"), "--no-tensor-first-split"]) == 0
     first, second = (part_path(tmp_path / "s", i, 2) for i in (1, 2))
     before = second.read_bytes()
@@ -289,6 +301,9 @@ def test_a_set_is_edited_by_its_first_file(file, tmp_path):
     assert open_gguf(first).metadata["general.name"] == "Set"
     assert second.read_bytes() == before
     assert edit(second, "--name", "Set") == 1
+    assert edit(first, "--name", "Other", "--output", tmp_path / "n.gguf") == 1
+    assert "which a copy of it alone would not find" in capsys.readouterr().err
+    assert not (tmp_path / "n.gguf").exists()
 
 
 def test_what_cannot_be_divided_or_joined_is_named_and_nothing_is_written(capsys, file, tmp_path):

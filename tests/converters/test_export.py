@@ -11,13 +11,7 @@ import pytest
 import safetensors.numpy
 from weight_files import ORACLE
 
-from dflash_jax.config import (
-    RopeConfig,
-    drafter_config,
-    read_drafter_config,
-    read_target_config,
-    target_config,
-)
+from dflash_jax.config import RopeConfig
 from dflash_jax.converters import export
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.convert import convert
@@ -26,7 +20,13 @@ from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names import published
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import build_pair
+from dflash_jax.families.configs import (
+    drafter_config,
+    read_drafter_config,
+    read_target_config,
+    target_config,
+)
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.utils import atomic
 

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,13 @@ import dflash_jax as dj
 from dflash_jax import CheckpointError, ConfigError, DFlashError, Plan, TargetModel
 from dflash_jax.checkpoint import read_arrays, read_leaves, write_arrays
 from dflash_jax.cli import main as command
-from dflash_jax.config import target_config
 from dflash_jax.converters import live
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.inspect import inspect
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.tree_source import leaf
+from dflash_jax.families.configs import target_config
 
 SIZES = {
     "vocab_size": 61,
@@ -185,6 +187,26 @@ def test_a_model_is_written_as_a_checkpoint_of_maxtext(
         np.testing.assert_allclose(ours, logits, rtol=0, atol=1e-4)
         convert(open_model(again), back)
         assert open_model(back).config == open_model(again).config
+
+
+def test_an_array_is_made_in_its_place_a_few_rows_at_a_time(
+    tmp_path: Path, oracle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where values are converted: Gemma's table is divided by the root of its width."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    source = tmp_path / "large"
+    shutil.copytree(oracle / "targets" / "gemma3", source)
+    fields = json.loads((source / "config.json").read_text()) | {"vocab_size": 100_000}
+    (source / "config.json").write_text(json.dumps(fields))
+    tensors = load_file(source / "model.safetensors")
+    table = np.ones((100_000, fields["hidden_size"]), np.float32)
+    save_file(tensors | {"model.embed_tokens.weight": table}, source / "model.safetensors")
+    model = open_model(source)
+    tracemalloc.start()
+    convert(model, tmp_path / "out", to="maxtext")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.5 * table.nbytes
 
 
 def save_nnx(place: Path, arrays: Any) -> None:

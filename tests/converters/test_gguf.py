@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from weight_files import key, raw_gguf, tensor, text
 
-from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.formats.gguf.file import open_gguf
 from dflash_jax.errors import CheckpointError
 
 U32, STRING, ARRAY = 4, 8, 9

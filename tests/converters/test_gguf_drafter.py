@@ -7,17 +7,17 @@ import safetensors.numpy
 from gguf_models import NAMES, write_drafter
 from weight_files import ORACLE
 
-from dflash_jax.config import read_drafter_config
 from dflash_jax.converters import export
-from dflash_jax.converters.canonical import Canonical, Origin
-from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.formats.canonical import Canonical, Origin
+from dflash_jax.converters.formats.gguf.file import open_gguf
 from dflash_jax.converters.gguf.drafter import canonical, read_config
 from dflash_jax.converters.load import load
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.taps import read_taps
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import build_pair
+from dflash_jax.families.configs import read_drafter_config
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import folder_params, random_params, tiny_drafter, tiny_target
 
 FOLDER = ORACLE / "drafters" / "v1_full"

@@ -15,21 +15,21 @@ from gguf_models import Q, write_target
 from test_gguf_families import NAMES, TARGETS, comparable, leaves
 from weight_files import ORACLE
 
+from dflash_jax import families
 from dflash_jax.config import RopeConfig
-from dflash_jax.converters import families
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.compare import compare
 from dflash_jax.converters.convert import convert, lines
 from dflash_jax.converters.export import Weights, export, write_form
-from dflash_jax.converters.families.qwen3_5 import mrope_sections
-from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.formats.gguf.file import open_gguf
 from dflash_jax.converters.gguf.export import as_gguf
 from dflash_jax.converters.load import CHUNK_BYTES
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.target_tokenizer import of_model
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import build_pair
+from dflash_jax.families.qwen3_5_gguf import mrope_sections
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_params, tiny_target
 
 FAMILIES = ["llama3", "qwen3", *NAMES]

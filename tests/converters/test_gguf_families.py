@@ -12,9 +12,10 @@ from gguf_models import Q
 from weight_files import ORACLE
 
 from dflash_jax.config import RopeConfig
-from dflash_jax.converters.compare import Difference, ModelComparison, between, compare, lines
+from dflash_jax.converters.compare import Difference, ModelComparison, compare, lines
 from dflash_jax.converters.convert import convert, inventory
-from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.error_limits import between
+from dflash_jax.converters.formats.gguf.file import open_gguf
 from dflash_jax.converters.gguf.target import canonical, read_config
 from dflash_jax.converters.models import StoredModel, open_model
 from dflash_jax.errors import CheckpointError, ConfigError

@@ -6,12 +6,12 @@ import pytest
 from gguf_models import finish, hyperparameters, rope_divisors, write_target
 from weight_files import ORACLE
 
-from dflash_jax.config import read_target_config
-from dflash_jax.converters.gguf import open_gguf
-from dflash_jax.converters.gguf.rope import llama3_scaling
+from dflash_jax.converters.formats.gguf.file import open_gguf
+from dflash_jax.converters.formats.gguf.rope import llama3_scaling
 from dflash_jax.converters.gguf.target import canonical, hf_fields, read_config
 from dflash_jax.converters.load import load
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.families.configs import read_target_config
 from dflash_jax.testing import folder_params
 
 Q = gguf.GGMLQuantizationType

@@ -14,15 +14,16 @@ from weight_files import ORACLE
 import dflash_jax as dj
 from dflash_jax.cli import main
 from dflash_jax.converters.export import Weights, export
-from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.formats.gguf.file import open_gguf
+from dflash_jax.converters.formats.gguf.writer import write_gguf
 from dflash_jax.converters.gguf import tokenizer as rebuilding
-from dflash_jax.converters.gguf.tokenizer import PRE_TOKENIZERS, stop_ids, tokenizer_files
+from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
+from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
 from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
-from dflash_jax.converters.gguf.writer import write_gguf
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.tokenizer import Tokenizer
 

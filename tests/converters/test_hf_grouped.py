@@ -1,6 +1,7 @@
 """Folders of AWQ, GPTQ and compressed-tensors, packed by those libraries."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from weight_files import ORACLE
+from weight_files import ORACLE, pages_in_memory
 
 from dflash_jax.converters import hf_grouped
-from dflash_jax.converters.hf import dequantised
+from dflash_jax.converters.formats.safetensors import open_safetensors
+from dflash_jax.converters.formats.source import trim_mapped_memory
 from dflash_jax.converters.hf_grouped import WIDTHS
+from dflash_jax.converters.hf_quantised import dequantised
 from dflash_jax.converters.models import open_model
-from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.loading import open_pair
 from dflash_jax.plan import Plan
@@ -103,6 +105,16 @@ def test_rows_of_a_model_matrix_are_those_of_the_whole(tmp_path, name):
     whole = source.read(matrix)
     for rows in (slice(30, 41), np.array([63, 1, 40])):
         np.testing.assert_array_equal(source.read_rows(matrix, rows), whole[rows])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells what a mapping holds there")
+def test_files_below_decoded_tensors_leave_the_memory(tmp_path: Path) -> None:
+    tensors = open_model(folder("gptq.llama3", tmp_path)[0]).tensors
+    values = [tensors.read(name) for name in tensors.names()]
+    assert pages_in_memory(tmp_path / "model.safetensors") > 0
+    trim_mapped_memory(tensors)
+    assert pages_in_memory(tmp_path / "model.safetensors") == 0
+    assert all(map(np.array_equal, values, map(tensors.read, tensors.names())))
 
 
 @pytest.mark.parametrize("bits", WIDTHS)

@@ -7,10 +7,11 @@ import pytest
 import safetensors.numpy
 from weight_files import ORACLE, raw_safetensors
 
-from dflash_jax.converters import hf
-from dflash_jax.converters.hf import dequantised, open_directory
+from dflash_jax.converters import hf_quantised
+from dflash_jax.converters.formats.safetensors import open_safetensors
+from dflash_jax.converters.hf import open_directory
+from dflash_jax.converters.hf_quantised import dequantised
 from dflash_jax.converters.models import open_model
-from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.errors import CheckpointError, ConfigError
 
 BLOCK = (24, 40)
@@ -218,8 +219,10 @@ def test_rows_of_experts_are_decoded_without_their_neighbours(monkeypatch):
     experts, into, out = source.shape("gate_up_proj")
     whole = source.read("gate_up_proj").reshape(-1, out)
     scales: list[int] = []
-    halved_power = hf.halved_power
-    monkeypatch.setattr(hf, "halved_power", lambda e: [scales.append(e.size), halved_power(e)][1])
+    halved_power = hf_quantised.halved_power
+    monkeypatch.setattr(
+        hf_quantised, "halved_power", lambda e: [scales.append(e.size), halved_power(e)][1]
+    )
     for start in range(0, experts * into, 32):
         piece = slice(start, start + 32)
         np.testing.assert_array_equal(source.read_rows("gate_up_proj", piece), whole[piece])
@@ -289,11 +292,11 @@ def test_scales_of_caches_are_left_out_with_one_note(tmp_path, method):
 
 def test_scales_that_a_model_has_are_not_taken_for_those_of_caches():
     names = ("router.scale", "router.per_expert_scale", "layer_scalar", "q_proj.weight_scale")
-    assert not any(hf.UNUSED_SCALES.search(f"model.layers.0.{name}") for name in names)
+    assert not any(hf_quantised.UNUSED_SCALES.search(f"model.layers.0.{name}") for name in names)
 
 
 def test_settings_may_be_nested_with_the_text_model(tmp_path):
     settings = grouped(strategy="tensor")
     nested = {"model_type": "gemma3", "text_config": {"quantization_config": settings}}
-    assert hf.quantization(nested, tmp_path) == settings
+    assert hf_quantised.quantization(nested, tmp_path) == settings
     assert nested == {"model_type": "gemma3", "text_config": {}}

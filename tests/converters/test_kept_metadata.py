@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from dflash_jax.converters.cli import main
-from dflash_jax.converters.gguf import open_gguf
-from dflash_jax.converters.gguf.file import GgufArray
-from dflash_jax.converters.gguf.writer import stored_keys
+from dflash_jax.converters.formats.gguf.file import GgufArray, open_gguf
+from dflash_jax.converters.formats.gguf.writer import stored_keys
 from dflash_jax.converters.kept_metadata import FILE
 
 MORE = [

@@ -7,9 +7,9 @@ import pytest
 import safetensors.numpy
 from weight_files import ORACLE
 
-from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.families.configs import read_drafter_config, read_target_config
 from dflash_jax.testing import folder_params
 
 DRAFTERS = sorted(p.name for p in (ORACLE / "drafters").glob("v1_*"))

@@ -12,13 +12,13 @@ from test_gguf_families import TARGETS
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.compare import compare
 from dflash_jax.converters.convert import Details, GgufOptions, convert, lines
+from dflash_jax.converters.formats.gguf.file import open_gguf
+from dflash_jax.converters.formats.quants.encode import ENCODERS
+from dflash_jax.converters.formats.quants.types import BY_NAME
 from dflash_jax.converters.forms import FILE_TYPES, GGUF_TYPES, TENSOR_TYPES
-from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.importance import MeasuredInputs, read_importance
 from dflash_jax.converters.gguf.mixtures import MIXTURES, Choice, choose
 from dflash_jax.converters.models import open_model
-from dflash_jax.converters.quants.encode import ENCODERS
-from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.testing import tiny_target
 

@@ -10,11 +10,12 @@ import pytest
 import safetensors.numpy
 from weight_files import ORACLE
 
-from dflash_jax.converters import families, mlx
+from dflash_jax import families
+from dflash_jax.converters import mlx
 from dflash_jax.converters.cli import main
+from dflash_jax.converters.formats.safetensors import open_safetensors
 from dflash_jax.converters.mlx import AffineSource, MlxForm
 from dflash_jax.converters.models import open_model
-from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import dequantise
 
@@ -158,13 +159,32 @@ def test_configs_of_mlx_need_no_method(tmp_path):
     [
         (["--to", "mlx", "--q-bits", "3"], "written are 4 and 8 bits"),
         (["--to", "mlx", "--q-group-size", "16"], "in groups of 32, 64, 128"),
-        (["--q-bits", "4"], "are for --to mlx, not for safetensors"),
+        (["--q-bits", "4"], "are for --to mlx and gptq, not for safetensors"),
     ],
 )
 def test_forms_that_are_not_written_are_named(capsys, tmp_path, arguments, message):
     assert main(["convert", str(TARGET), str(tmp_path / "m"), *arguments]) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gemma_has_its_rotary_embeddings_and_windows_where_mlx_looks(capsys, tmp_path):
+    source = Path(shutil.copytree(ORACLE / "targets" / "gemma3", tmp_path / "source"))
+    command = ["convert", str(source), str(tmp_path / "m"), "--to", "mlx", "--q-group-size", "32"]
+    assert main(command) == 0
+    path = source / "config.json"
+    fields = json.loads(path.read_text())
+    ropes = fields["rope_parameters"]
+    written = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert written["rope_theta"] == ropes["full_attention"]["rope_theta"]
+    assert written["rope_local_base_freq"] == ropes["sliding_attention"]["rope_theta"]
+    assert written["rope_scaling"]["factor"] == ropes["full_attention"]["factor"]
+    assert written["sliding_window_pattern"] == 2
+    assert open_model(tmp_path / "m").config == open_model(source).config
+    kinds = list(reversed(fields["layer_types"]))
+    path.write_text(json.dumps(fields | {"layer_types": kinds}))
+    assert main([*command, "--overwrite"]) == 1
+    assert "cannot have full layers that are not each n-th" in capsys.readouterr().err
 
 
 def test_models_that_mlx_names_otherwise_are_refused(capsys, tmp_path):

@@ -8,14 +8,14 @@ from gguf_models import write_drafter, write_target
 from weight_files import ORACLE
 
 from dflash_jax.cli.describe import describe
-from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.hf import open_directory
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.families.configs import read_drafter_config, read_target_config
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.resolve import resolve_here
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.testing import planned
 from dflash_jax.utils.sources import locate

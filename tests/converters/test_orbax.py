@@ -1,6 +1,7 @@
 """Checkpoints as a layout: conversion, comparison, export and decoding."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import dflash_jax as dj
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError
+from dflash_jax.families import gemma4
 
 TARGET, DRAFTER = ORACLE / "targets" / "qwen3", ORACLE / "drafters" / "v2"
 
@@ -31,7 +33,8 @@ def leaves(node, path=()):
 
 def test_a_family_without_a_folder_of_ours_becomes_a_checkpoint(tmp_path, capsys, monkeypatch):
     source, place = str(ORACLE / "targets" / "gemma4"), tmp_path / "ours"
-    monkeypatch.delattr("dflash_jax.converters.families.gemma4.to_hf")
+    unwritten = dataclasses.replace(gemma4.FAMILY, to_hf=None)
+    monkeypatch.setattr(gemma4, "FAMILY", unwritten)
     assert main(["convert", source, str(place)]) == 1
     assert "`convert --to orbax`" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

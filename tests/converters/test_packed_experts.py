@@ -25,7 +25,7 @@ from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.native.interleaved import deinterleave
 from dflash_jax.kernels.products import set_weight_layout
 from dflash_jax.loading import OpenPair, open_pair
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.quant.layouts import (
     FLOAT,
     STACK,
@@ -108,7 +108,7 @@ def scripted(opened: OpenPair, plan: dj.Plan) -> Engine:
     graph = Graph(pair, plan)
     drafter = {"drafter": random_params(pair)["drafter"]}
     params = opened.weights(plan) | pack_tree(drafter, graph.specs)
-    set_weight_layout(params, plan.weight_layout, graph.forms)
+    set_weight_layout(params, graph.forms, native=plan.kernels == "native")
     return scripted_engine(Engine(graph, jax.device_put(params)))
 
 

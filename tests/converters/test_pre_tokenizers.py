@@ -6,8 +6,9 @@ import pytest
 import tokenizers
 from gguf_models import finish
 
-from dflash_jax.converters.gguf import open_gguf
-from dflash_jax.converters.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_files
+from dflash_jax.converters.formats.gguf.file import open_gguf
+from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
+from dflash_jax.converters.gguf.tokenizer import tokenizer_files
 
 # Of the tokenizer.json files of DeepSeek-V3, gpt-oss-20b, Llama 3, Qwen3, Qwen3.5 and Mistral-Nemo.
 PUBLISHED = {

@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from weight_files import entry, raw_safetensors
+from weight_files import entry, pages_in_memory, raw_safetensors
 
+from dflash_jax.converters.formats.safetensors import DTYPES, open_safetensors
+from dflash_jax.converters.formats.source import map_file, trim_mapped_memory
 from dflash_jax.converters.hf import open_directory
-from dflash_jax.converters.safetensors import DTYPES, open_safetensors
-from dflash_jax.converters.source import give_back, map_file
 from dflash_jax.errors import CheckpointError
 
 
@@ -183,18 +183,12 @@ def test_pages_of_a_mapped_file_that_were_read_are_released(tmp_path: Path) -> N
     path = tmp_path / "mapped.bin"
     path.write_bytes(bytes(range(256)) * 2**15)
     buffer = map_file(path)
-
-    def resident() -> int:
-        """Bytes of the file that count as memory of this process."""
-        mapping = Path("/proc/self/smaps").read_text(encoding="utf-8").partition(str(path))[2]
-        return int(mapping.partition("\nRss:")[2].split()[0]) * 1024
-
     view = np.frombuffer(buffer, np.uint8)
     total = int(view.sum())
-    assert resident() == len(buffer)
+    assert pages_in_memory(path) == len(buffer)
     half = len(view) // 2
-    give_back(view[half:])
-    assert resident() == half
-    give_back(view)
-    assert resident() == 0
+    trim_mapped_memory(view[half:])
+    assert pages_in_memory(path) == half
+    trim_mapped_memory(view)
+    assert pages_in_memory(path) == 0
     assert int(view.sum()) == total

@@ -11,11 +11,12 @@ import tokenizers
 from weight_files import ORACLE
 
 from dflash_jax.converters.convert import convert
-from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.formats.gguf.file import open_gguf
+from dflash_jax.converters.formats.gguf.writer import write_gguf
 from dflash_jax.converters.gguf.export import as_gguf
-from dflash_jax.converters.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_files
+from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
+from dflash_jax.converters.gguf.tokenizer import tokenizer_files
 from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
-from dflash_jax.converters.gguf.writer import write_gguf
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.target_tokenizer import for_drafter, of_model, of_path
 from dflash_jax.errors import CheckpointError, ConfigError, TokenizerError

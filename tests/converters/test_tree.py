@@ -6,13 +6,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from dflash_jax import families
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
-from dflash_jax.config.family import drafter_kinds, family_of, target_families
-from dflash_jax.config.gemma3 import Gemma3Config
-from dflash_jax.config.lfm2 import Lfm2Config
-from dflash_jax.config.smollm3 import SmolLM3Config
-from dflash_jax.converters import families
-from dflash_jax.converters.names.slots import Slot
+from dflash_jax.converters.formats.slots import Slot
+from dflash_jax.families import drafter_kinds, family_of, target_families
+from dflash_jax.families.gemma3 import Gemma3Config
+from dflash_jax.families.lfm2 import Lfm2Config
+from dflash_jax.families.smollm3 import SmolLM3Config
 from dflash_jax.plan import Plan
 from dflash_jax.testing import (
     planned,

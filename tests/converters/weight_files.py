@@ -14,6 +14,12 @@ def raw_safetensors(header: dict[str, Any] | bytes, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
+def pages_in_memory(file: Path) -> int:
+    """Return the bytes of a mapped file that this process has in memory."""
+    mappings = Path("/proc/self/smaps").read_text().split(str(file))[1:]
+    return sum(int(text.split("Rss:")[1].split()[0]) * 1024 for text in mappings)
+
+
 def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
     """One header entry."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

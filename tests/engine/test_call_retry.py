@@ -10,6 +10,7 @@ from dflash_jax.bench.replay import prompt_of, read_turns
 from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.sampling_params import Structure
 from dflash_jax.engine.structured.grammars import CallGrammars, Grammar
 from dflash_jax.errors import RequestError
 
@@ -51,15 +52,15 @@ def request_with_pending_grammar(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, prompt: list[int], options: dict[str, Any]
 ) -> tuple[RequestHandle, threading.Event]:
     """Return a request that waits for the grammar of its call, and the event that releases it."""
-    ready, make = threading.Event(), CallGrammars._make
+    ready, make = threading.Event(), CallGrammars.make
 
-    def late(self: CallGrammars, request: Request, before: str) -> Grammar:
+    def late(self: CallGrammars, structure: Structure) -> Grammar:
         assert ready.wait(60)
-        return make(self, request, before)
+        return make(self, structure)
 
-    monkeypatch.setattr(CallGrammars, "_make", late)
+    monkeypatch.setattr(CallGrammars, "make", late)
     handle = engine.submit(prompt, recovery=dj.Recovery(), **options)
-    while handle.sequence.call_grammar is None:
+    while not handle.sequence.retries_call:
         engine.advance()
     return handle, ready
 
@@ -113,10 +114,10 @@ def test_without_a_grammar_the_call_is_unchanged(
     prompt, options = turns["agent-4.1"]
     broken = engine.generate(prompt, **options)
 
-    def refused(self: CallGrammars, request: Request) -> Grammar:
+    def refused(self: CallGrammars, request: Request, before: str) -> Structure:
         raise RequestError("the grammar is too large")
 
-    monkeypatch.setattr(CallGrammars, "_make", refused)
+    monkeypatch.setattr(CallGrammars, "structure", refused)
     found = engine.generate(prompt, recovery=dj.Recovery(), **options)
     assert found.token_ids == broken.token_ids
     assert found.finish_reason == "stop"

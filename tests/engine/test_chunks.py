@@ -66,7 +66,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def noted(runner: ModelRunner, key: Any, inputs: Any) -> Any:
         if key.step in (Step.PREFILL, Step.PREFILL_WIDE):
-            counts.append(int(np.asarray(inputs.num_fed).sum()))
+            counts.append(int(np.asarray(inputs.num_tokens).sum()))
         return run(runner, key, inputs)
 
     monkeypatch.setattr(ModelRunner, "run", noted)

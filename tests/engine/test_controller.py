@@ -21,9 +21,9 @@ from dflash_jax.engine.state_machine.controller import (
     Stepped,
     advance,
 )
+from dflash_jax.engine.state_machine.output_vocabulary import OutputVocabulary
 from dflash_jax.engine.state_machine.request_state import TokenIds, speculates
 from dflash_jax.engine.state_machine.speculation import BAD_DRAFTS, PAUSE, TRIAL, BreakEven
-from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.tool_schema import Tool
 
@@ -176,8 +176,8 @@ HIDDEN, OPEN_CALL = 70, 81
 RECOVERING = Policy(
     max_tokens=200,
     stop_ids=frozenset({STOP}),
-    recovery=dataclasses.replace(OFF, floor=1, below_floor="odds", call_retry=True),
-    words=Words(
+    recovery=dataclasses.replace(OFF, floor=1, call_retry=True),
+    vocabulary=OutputVocabulary(
         text=lambda ids: "".join("<tool_call>" if i == OPEN_CALL else "w" for i in ids),
         syntax=SYNTAXES["hermes"],
         tools=(Tool("w", {}),),

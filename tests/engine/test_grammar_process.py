@@ -1,10 +1,12 @@
 """Grammars that would crash or block the process are refused, and affect no other request."""
 
+import concurrent.futures
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from dflash_jax.engine.structured import grammars as structured
 from dflash_jax.engine.structured import process as grammar_process
 from dflash_jax.engine.structured import trial_process
 from dflash_jax.engine.structured.grammars import Grammars
-from dflash_jax.engine.structured.sources import alone
+from dflash_jax.engine.structured.refusals import alone
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
@@ -45,6 +47,13 @@ def nested(count: int) -> dict[str, Any]:
     return schema
 
 
+def deep(count: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(count):
+        value = [value]
+    return value
+
+
 def chain(count: int, letter: str) -> str:
     lines = [f"{letter}{i}: {letter}{i + 1}" for i in range(count)]
     return "\n".join([f"start: {letter}0", *lines, f'{letter}{count}: "x"'])
@@ -53,14 +62,25 @@ def chain(count: int, letter: str) -> str:
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
-        ({"json": referring(3000)}, "has 3001 references .* in a row; expected at most 100: refer"),
-        ({"json": nested(2000)}, "is nested 2001 levels deep; expected at most 100 levels: move"),
-        ({"json": '{"items":' * 9000 + "1" + "}" * 9000}, "nested (too deeply|9000 levels)"),
-        ({"grammar": f"start: %json {json.dumps(nested(300))}"}, "is nested 301 levels deep"),
-        ({"grammar": chain(5000, "r")}, "has 5002 rules; expected at most 1000: merge"),
-        ({"grammar": chain(5000, "T")}, "has 5001 terminals; expected at most 1000: merge"),
-        ({"regex": "a", "around": chain(5000, "r")}, "has 5002 rules; expected at most 1000"),
-        ({"json": {"type": "integer", "multipleOf": 1000003}}, "has multipleOf 1000003; expected"),
+        ({"json": referring(3000)}, r"the process that tried to ended \(SIG[A-Z]+\), by its depth"),
+        ({"json": nested(300)}, "not supported at #: it is nested too deeply; move inner schemas"),
+        ({"json": nested(2000)}, "the JSON schema is nested too deeply; move inner schemas"),
+        ({"json": {"const": deep(400)}}, "it is nested too deeply"),
+        ({"json": {"const": deep(5000)}}, "is nested too deeply"),
+        ({"json": '{"items":' * 9000 + "1" + "}" * 9000}, "is nested too deeply"),
+        (
+            {"grammar": f"start: %json {json.dumps(nested(300))}"},
+            "the grammar is not understood",
+        ),
+        ({"grammar": chain(5000, "r")}, r"the process that tried to ended \(SIG[A-Z]+\)"),
+        (
+            {"json": {"type": "integer", "multipleOf": 1000003}},
+            "has multipleOf 1000003 at #",
+        ),
+        (
+            {"json": {"type": "number", "multipleOf": 9999.1}},
+            "has multipleOf 9999.1 at #",
+        ),
         ({"regex": "\ud800"}, "the structure is not understood: .* surrogates not allowed"),
     ],
 )
@@ -182,7 +202,7 @@ def test_a_killed_grammar_process_costs_no_request() -> None:
     made = grammars()
     made.make({"regex": "a+"})
     assert made._shared is not None
-    process = made._shared[1]._long
+    process = made._shared[1]._short
     assert process._process is not None
     os.kill(process._process.pid, signal.SIGKILL)
     made.make({"regex": "b+"})
@@ -215,6 +235,45 @@ def test_a_short_trial_decides_quick_grammars_only(
     made.close()
 
 
+def test_a_quick_grammar_does_not_wait_for_a_slow_one() -> None:
+    made = grammars(seconds=300.0)
+    made.make({"regex": "a+"})
+    assert made._shared is not None
+    trials = made._shared[1]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(made.make, ENDLESS)
+        while not trials._slow and not slow.done():
+            time.sleep(0.01)
+        made.make({"regex": "b+"})
+        assert not slow.done()
+        made.close()
+        with pytest.raises(RequestError):
+            slow.result()
+    assert made.knows({"regex": "b+"})
+    made.close()
+
+
+def test_the_lock_of_a_process_is_given_to_the_first_and_the_last_by_turns() -> None:
+    lock = limited_process.FairLock()
+    order: list[int] = []
+
+    def work(number: int) -> None:
+        with lock:
+            order.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    with lock:
+        for count, thread in enumerate(threads, 1):
+            thread.start()
+            while len(lock._waiting) < count:
+                time.sleep(0.001)
+        assert not lock.acquire(blocking=False)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 7, 1, 6, 2, 5, 3, 4]
+    assert lock.acquire(blocking=False)
+
+
 def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
     import llguidance
 
@@ -238,7 +297,7 @@ from dflash_jax.utils import limited_process
 made = Grammars(Tokenizer.from_directory(locate("tiny", "target")), 2048, [2040])
 made.make({"regex": "a+"})
 threading.Thread(target=made.make, args=(json.loads(sys.argv[1]),)).start()
-print(made._shared[1]._long._process.pid, flush=True)
+print(made._shared[1]._short._process.pid, flush=True)
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF
-from dflash_jax.engine.state_machine.words import Words
+from dflash_jax.engine.state_machine.output_vocabulary import OutputVocabulary
 from dflash_jax.errors import RequestError
 from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.target_model import TargetModel
@@ -77,7 +77,7 @@ def test_penalties_count_the_drafts_of_their_own_block(
     assert result.stats.acceptance_lengths[:4] == [n + 1 for n in (pattern * 4)[:4]]
 
 
-@pytest.mark.parametrize("forced", [(), (200, 201, 200, 203, 204, 205)], ids=["floor", "call"])
+@pytest.mark.parametrize("forced", [(), (200, 201, 200, 203, 204, 205)], ids=["min_tokens", "call"])
 def test_penalties_count_tokens_that_recovery_forces_or_replaces(
     tiny: Engine,
     model: TargetModel,
@@ -88,9 +88,9 @@ def test_penalties_count_tokens_that_recovery_forces_or_replaces(
     free = tiny.generate(PROMPT, max_tokens=12, **penalties).token_ids
     end = free[6]
     at = free.index(end)
-    words = Words(text=lambda ids: ":", calls=(forced,) if forced else ())
-    monkeypatch.setattr(requests, "words_of", lambda *_: words)
-    settings = dataclasses.replace(OFF, floor=40, below_floor="replace", tool_prefix=True)
+    vocabulary = OutputVocabulary(text=lambda ids: ":", calls=(forced,) if forced else ())
+    monkeypatch.setattr(requests, "vocabulary_of", lambda *_: vocabulary)
+    settings = dataclasses.replace(OFF, floor=40, tool_prefix=True, min_tokens=40)
     options = penalties | {"max_tokens": 40, "stop_token_ids": [end], "recovery": settings}
     plain = tiny.generate(PROMPT, speculative=False, logprobs=0, **options)
     fast = tiny.generate(PROMPT, logprobs=0, **options)

@@ -8,7 +8,7 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.resolve import resolve
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import (
     AMPLE,
     random_engine,
@@ -74,7 +74,7 @@ def test_blocks_are_cut_where_the_drafter_loses_confidence(bar: float) -> None:
     target = tiny_target(num_layers=1)
     drafter = tiny_drafter(target, "dspark", windows=(None,), **SMALL)
     prompt = np.random.default_rng(5).integers(0, target.vocab_size, 9).tolist()
-    plan = Plan(max_length=64, chunk=CHUNK, block=4, min_survival=bar)
+    plan = Plan(max_length=64, chunk=CHUNK, block=4, confidence_threshold=bar)
     scripted = scripted_engine(random_engine(target, drafter, plan))
     plain = scripted.generate(prompt, max_tokens=NEW, speculative=False).token_ids
     set_script(scripted, [*prompt, *plain])
@@ -87,12 +87,12 @@ def test_blocks_are_cut_where_the_drafter_loses_confidence(bar: float) -> None:
 def test_a_bar_needs_a_confidence_head() -> None:
     target = tiny_target()
     for drafter in (None, tiny_drafter(target), tiny_drafter(target, "dspark")):
-        plan = Plan(max_length=64, min_survival=0.5)
-        if drafter is not None and drafter.predicts_survival:
+        plan = Plan(max_length=64, confidence_threshold=0.5)
+        if drafter is not None and drafter.predicts_confidence:
             resolved = resolve(plan, build_pair(target, drafter), platform="cpu", memory=AMPLE)
             assert resolved.block == drafter.block_size + 1  # the anchor also predicts
             continue
         with pytest.raises(PlanError, match="has no confidence head"):
             resolve(plan, build_pair(target, drafter), platform="cpu", memory=AMPLE)
     with pytest.raises(PlanError, match="expected a number from 0 to 1"):
-        Plan(min_survival=1.5)
+        Plan(confidence_threshold=1.5)

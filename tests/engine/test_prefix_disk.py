@@ -2,12 +2,11 @@
 
 import dataclasses
 import errno
-import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.prefix.disk import PrefixDisk
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph import Graph
-from dflash_jax.models import build_graph
+from dflash_jax.networks import build_graph
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_target
+from dflash_jax.utils.store import Store
 
 CHUNK = 16
 # Sampling at this temperature depends on single bits of the state.
@@ -53,7 +53,13 @@ def disk(engine: Engine) -> PrefixDisk:
 
 
 def entries(folder: Path) -> list[Path]:
-    return sorted(folder.glob("prefixes-*/*"), key=lambda entry: entry.stat().st_mtime_ns)
+    """Return the entries, the one that was used last at the end."""
+    return sorted(folder.glob("prefixes/*"), key=lambda entry: entry.lstat().st_mtime_ns)
+
+
+def path_of(disk: PrefixDisk, prompt: Sequence[int]) -> Path:
+    """Return the path of the entry of a prompt's last chunk."""
+    return disk._store._path(disk._keys(tuple(prompt), "")[-1])
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +110,17 @@ def test_a_failing_disk_costs_the_prefixes_but_no_request(
     tiny: Engine, truth: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = opened(tiny, folder)
-    real = os.stat
 
-    def stale(path: Any, **options: Any) -> os.stat_result:
-        if str(path).startswith(str(folder)):
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return real(path, **options)
+    def stale(real: Any) -> Any:
+        def refuse(path: Any, *given: Any, **options: Any) -> Any:
+            if str(path).startswith(str(folder)):
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return real(path, *given, **options)
 
-    monkeypatch.setattr(os, "stat", stale)
+        return refuse
+
+    for name in ("stat", "open", "scandir", "utime"):  # not `lstat`: the system still has the names
+        monkeypatch.setattr(os, name, stale(getattr(os, name)))
     again = engine.generate(PROMPT, **SAMPLED)
     assert (again.token_ids, again.stats.cached_tokens) == (truth, 0)
     engine.close()
@@ -151,62 +160,22 @@ def test_prefixes_are_read_from_a_read_only_disk_and_none_is_added(
     assert (forgotten.token_ids, forgotten.stats.cached_tokens) == (truth, 0)
     engine.close()
     assert len(entries(read_only)) == 3
-    with pytest.raises(PlanError, match=r"Read-only file system\), and holds no prefixes of this"):
+    with pytest.raises(PlanError, match=r"Read-only file system\), and holds no prefixes"):
         opened(tiny, read_only / "other")
 
 
-def test_p28_p30_damaged_or_forged_entries_are_misses_and_removed(
-    tiny: Engine, truth: list[int], folder: Path, tmp_path_factory: pytest.TempPathFactory
+def test_p28_p30_damaged_and_foreign_entries_are_misses_and_removed(
+    tiny: Engine, truth: list[int], folder: Path
 ) -> None:
-    def cut(entry: Path) -> None:
-        largest = max(entry.rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
-        os.truncate(largest, largest.stat().st_size // 2)
-
-    def flip(entry: Path) -> None:
-        largest = max(entry.rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
-        data = bytearray(largest.read_bytes())
-        data[len(data) // 2] ^= 1
-        largest.write_bytes(data)
-
-    def describe(**fields: Any) -> Any:
-        def change(entry: Path) -> None:
-            about = json.loads((entry / "about.json").read_text())
-            (entry / "about.json").write_text(json.dumps(about | fields))
-
-        return change
-
-    def garble(entry: Path) -> None:
-        (entry / "about.json").write_text('{"identity": ')
-
-    spoils = [
-        cut,
-        flip,
-        garble,
-        describe(identity="0" * 32),
-        describe(ids=[1] * CHUNK),
-        describe(arrays=99),
-    ]
-    spoils += [
-        describe(arrays=[["O", [4]]]),
-        describe(arrays=[["float32", [-1]]]),
-        describe(arrays=[[3, 4, 5]]),
-    ]
-    for i, spoil in enumerate([*spoils, describe(continues="nobody"), describe(crc32="3")]):
-        copy = shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "of")
-        middle = entries(copy)[1]  # by time of last use
-        spoil(middle)
-        name = middle.parent.name.removeprefix("prefixes-")
-        found = PrefixDisk(copy, chunk=CHUNK, budget=1 << 30, identity=name)
-        reading = found.read(PROMPT, 0, 9)
-        assert reading
-        assert [start for start, _ in reading.result()] == [0], i
-        assert found.counters.spoiled == 1
-        assert not middle.exists()
-    cut(entries(folder)[1])
-    engine = opened(tiny, folder)
-    found = engine.generate(PROMPT, **SAMPLED)
-    assert (found.token_ids, found.stats.cached_tokens) == (truth, CHUNK)
-    engine.close()  # writes the entry again, and those that continue it
+    middle = entries(folder)[1]  # by time of last use
+    other = entries(folder)[2].read_bytes()
+    for contents in (other, other[: len(other) // 2], b"", bytes(10**6)):
+        middle.write_bytes(contents)
+        engine = opened(tiny, folder)
+        result = engine.generate(PROMPT, **SAMPLED)
+        assert (result.token_ids, result.stats.cached_tokens) == (truth, CHUNK)
+        engine.close()  # writes the entry again, and those that continue it
+        assert disk(engine).counters.spoiled == 1
     assert opened(tiny, folder).generate(PROMPT, **SAMPLED).stats.cached_tokens == 3 * CHUNK
 
 
@@ -239,7 +208,7 @@ def test_p29_other_weights_plans_models_and_compilers_have_other_entries(
     monkeypatch.setattr(prefix_disk, "processor", lambda: "another one")
     assert prefix_disk.identity(*ours) not in names
     assert len(names) == 6
-    assert len({entry.parent for entry in entries(folder)}) == 2
+    assert len(entries(folder)) == 6
 
 
 def test_a_full_disk_costs_only_the_entry(
@@ -249,7 +218,7 @@ def test_a_full_disk_costs_only_the_entry(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     engine = opened(tiny, tmp_path)
-    monkeypatch.setattr(prefix_disk, "write_arrays", full)
+    monkeypatch.setattr(Path, "replace", full)
     assert engine.generate(PROMPT, **SAMPLED).token_ids == truth
     engine.close()
     assert disk(engine).counters.failed == 1
@@ -266,7 +235,9 @@ from dflash_jax.engine.prefix.disk import PrefixDisk
 
 logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # writes fail in the middle of a file
-disk = PrefixDisk(pathlib.Path(sys.argv[1]), chunk=4, budget=1 << 30, identity="0" * 32)
+kinds = [("float32", (30_000,))] * 20
+folder = pathlib.Path(sys.argv[1])
+disk = PrefixDisk(folder, chunk=4, budget=1 << 30, identity="0" * 32, kinds=kinds)
 for i in range(4):
     disk.keep([i] * 12, {end: [np.ones(30_000, np.float32)] * 20 for end in (4, 8)})
 disk.flush()
@@ -291,13 +262,13 @@ def test_the_folder_respects_its_budget_and_other_files(
 ) -> None:
     (folder / "notes").mkdir()
     (folder / "notes" / "mine.txt").write_text("x" * 10_000)
-    size = max(prefix_disk._size(entry) for entry in entries(folder))
+    size = max(entry.stat().st_size for entry in entries(folder))
     kept = {entry.name for entry in entries(folder)}
     engine = opened(tiny, folder, prefix_disk=4 * size + size // 2)
     engine.generate(OTHER, max_tokens=2)
     engine.close()
     left = entries(folder)
-    assert sum(map(prefix_disk._size, left)) <= 4 * size + size // 2
+    assert sum(entry.stat().st_size for entry in left) <= 4 * size + size // 2
     assert len({entry.name for entry in left} - kept) == 3  # the newest
     assert (folder / "notes" / "mine.txt").is_file()
     found = opened(tiny, folder).generate(PROMPT, **SAMPLED)
@@ -332,11 +303,12 @@ def test_a_relative_folder_does_not_move_with_the_working_directory(
 
 
 def test_engines_that_share_a_folder_share_its_budget(tmp_path: Path) -> None:
-    disks = [PrefixDisk(tmp_path, chunk=2, budget=30_000, identity="0" * 32) for _ in range(3)]
+    named: dict[str, Any] = {"budget": 30_000, "identity": "0" * 32, "kinds": [("float32", (500,))]}
+    disks = [PrefixDisk(tmp_path, chunk=2, **named) for _ in range(3)]
     for i in range(15):
         disks[i % 3].keep((i, 1, 2), {2: np.zeros(500, np.float32)})
         disks[i % 3].flush()
-    assert 20_000 < prefix_disk._size(tmp_path) < 45_000  # 63,000 were written
+    assert 20_000 < sum(entry.stat().st_size for entry in entries(tmp_path)) < 40_000  # of 30,765
 
 
 def test_a_forgotten_prefix_is_removed_from_disk_with_its_continuations(
@@ -349,26 +321,24 @@ def test_a_forgotten_prefix_is_removed_from_disk_with_its_continuations(
     assert engine.core.runner.prefixes
     engine.core.runner.prefixes.forget(tuple(PROMPT))
     engine.close()
-    assert len(entries(folder)) == 3  # those of the branch, which are no longer reachable
+    assert not entries(folder)
     fed = opened(tiny, folder).generate(PROMPT, **SAMPLED)
     assert (fed.token_ids, fed.stats.cached_tokens) == (truth, 0)
 
 
-def test_branches_of_a_forgotten_prefix_are_not_found_after_it_is_written_again(
-    tiny: Engine, folder: Path
-) -> None:
-    engine, branch = opened(tiny, folder), [*PROMPT[: 2 * CHUNK], *OTHER]
-    wanted = engine.generate(branch, max_tokens=6).token_ids
-    engine.close()
-    assert engine.core.runner.prefixes
-    engine.core.runner.prefixes.forget(tuple(PROMPT))
-    engine.generate(PROMPT, max_tokens=2)  # its chunks are written again
-    engine.close()
-    after = opened(tiny, folder)
-    found = after.generate(branch, max_tokens=6)
-    assert (found.token_ids, found.stats.cached_tokens) == (wanted, 2 * CHUNK)
-    disk(after).flush()  # the writer replaces the entries that continued the dropped one
-    assert disk(after).counters.spoiled == 3
+def test_what_continues_a_damaged_chunk_is_forgotten_with_it(tmp_path: Path) -> None:
+    one = shared_disk(tmp_path)
+    branch = [*PROMPT[: 2 * CHUNK], *OTHER[:CHUNK], 0]
+    for prompt in (PROMPT, branch):
+        one.keep(prompt, SEGMENTS)
+    one.flush()
+    assert len(entries(tmp_path)) == 4
+    path_of(one, PROMPT[: 2 * CHUNK]).write_bytes(b"damaged")
+    reading = one.read(PROMPT, 0, 9)
+    assert reading
+    assert [start for start, _ in reading.result()] == [0]
+    one.flush()
+    assert len(entries(tmp_path)) == 1
 
 
 def test_other_rows_decode_while_the_disk_is_read(
@@ -385,7 +355,7 @@ def test_other_rows_decode_while_the_disk_is_read(
     slow, handle = engine.submit(PROMPT, max_tokens=8), engine.submit(OTHER[:5], max_tokens=8)
     while not handle.done:
         engine.advance()
-    assert (slow.num_fed, handle.token_ids) == (0, wanted[1].token_ids)
+    assert (slow.num_computed, handle.token_ids) == (0, wanted[1].token_ids)
     engine.advance()  # nothing to do but wait
     held.set()
     while not slow.done:
@@ -403,26 +373,27 @@ def test_impossible_folders_and_budgets_are_refused(tiny: Engine, tmp_path: Path
         opened(tiny, tmp_path, prefix_disk=9)
 
 
-def shared_disk(folder: Path, budget: int = 1 << 30) -> PrefixDisk:
-    """Return the disk of one of several engines that share a folder."""
-    return PrefixDisk(folder, chunk=CHUNK, budget=budget, identity="0" * 32)
-
-
+KINDS = [("float32", (2, 8))]
 SEGMENTS = {end: [np.full((2, 8), end, np.float32)] for end in range(CHUNK, len(PROMPT), CHUNK)}
+
+
+def shared_disk(folder: Path) -> PrefixDisk:
+    """Return the disk of one of several engines that share a folder."""
+    return PrefixDisk(folder, chunk=CHUNK, budget=1 << 30, identity="0" * 32, kinds=KINDS)
 
 
 def test_engines_of_a_process_may_write_the_same_prompt_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write, together = prefix_disk.write_arrays, threading.Barrier(2)
+    replace, together = Path.replace, threading.Barrier(2)
 
-    def both(*given: Any) -> Any:
+    def both(self: Path, target: Path) -> Path:
         together.wait(60)
-        found = write(*given)
+        replaced = replace(self, target)
         together.wait(60)
-        return found
+        return replaced
 
-    monkeypatch.setattr(prefix_disk, "write_arrays", both)
+    monkeypatch.setattr(Path, "replace", both)
     disks = [shared_disk(tmp_path) for _ in range(2)]
     for one in disks:
         one.keep(PROMPT, SEGMENTS)
@@ -430,25 +401,24 @@ def test_engines_of_a_process_may_write_the_same_prompt_at_once(
         one.flush()
     assert caplog.text == ""
     assert [one.counters.failed for one in disks] == [0, 0]
-    assert sum(one.counters.written for one in disks) == len(SEGMENTS) == len(entries(tmp_path))
+    assert len(entries(tmp_path)) == len(SEGMENTS)
     reading = shared_disk(tmp_path).read(PROMPT, 0, 9)
     assert reading
     assert [start for start, _ in reading.result()] == [end - CHUNK for end in SEGMENTS]
 
 
-def test_recent_partial_entries_are_kept_and_old_ones_removed(tmp_path: Path) -> None:
-    one = shared_disk(tmp_path, budget=1 << 16)
-    home = tmp_path / f"prefixes-{'0' * 32}"
-    fresh, old = (home / f".{'a' * 32}.partial-{name}" for name in ("8", "7"))
-    for fragment in (fresh, old):
-        fragment.mkdir()
-        (fragment / "large").write_bytes(bytes(1 << 20))
-    os.utime(old, (0, 0))
+def test_a_prompt_s_last_chunks_are_removed_first(tmp_path: Path) -> None:
+    one = shared_disk(tmp_path)
     one.keep(PROMPT, SEGMENTS)
     one.flush()
-    assert (fresh / "large").is_file()
-    assert not old.exists()
-    assert len(entries(tmp_path)) == len(SEGMENTS) + 1
+    expected = [path_of(one, PROMPT[:end]) for end in sorted(SEGMENTS, reverse=True)]
+    assert entries(tmp_path) == expected
+    for path in expected:
+        os.utime(path, (1, 1))
+    reading = one.read(PROMPT, CHUNK, 9)  # the first chunk is in memory
+    assert reading
+    assert len(reading.result()) == 2
+    assert entries(tmp_path) == expected
 
 
 def test_a_failed_write_logs_one_line(
@@ -457,7 +427,7 @@ def test_a_failed_write_logs_one_line(
     def fail(*_: Any) -> None:
         raise ValueError("no\n" + "and many more lines\n" * 50)
 
-    monkeypatch.setattr(prefix_disk, "write_arrays", fail)
+    monkeypatch.setattr(Store, "put", fail)
     one = shared_disk(tmp_path)
     one.keep(PROMPT, SEGMENTS)
     one.flush()

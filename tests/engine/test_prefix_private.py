@@ -9,6 +9,7 @@ import pytest
 from dflash_jax.engine.prefix.disk import PrefixDisk
 from dflash_jax.errors import PlanError
 from tests.engine.test_prefix_damage import IDS, SMALL, found, segments, small
+from tests.engine.test_prefix_disk import path_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners of files")
 
@@ -34,16 +35,9 @@ def test_only_the_user_can_read_what_is_written(tmp_path: Path, umask: int) -> N
     assert modes == {0o700: True, 0o600: False}
 
 
-def test_a_folder_that_all_could_read_is_hidden(tmp_path: Path) -> None:
-    home = filled(tmp_path / "folder")._home
-    home.chmod(0o755)
-    assert len(found(small(tmp_path / "folder"))) == 3
-    assert stat.S_IMODE(home.stat().st_mode) == 0o700
-
-
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
 def test_entries_that_all_could_change_are_refused(tmp_path: Path, mode: int) -> None:
-    home = filled(tmp_path / "folder")._home
+    home = filled(tmp_path / "folder")._store.folder
     home.chmod(mode)
     with pytest.raises(PlanError, match=r"prefix_folder .* another user could change .*chmod go-w"):
         small(tmp_path / "folder")
@@ -53,7 +47,7 @@ def test_a_folder_like_tmp_may_be_shared_with_other_users(tmp_path: Path) -> Non
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
-    home = filled(shared)._home
+    home = filled(shared)._store.folder
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
     if os.geteuid() == 0:
         os.chown(home, 65534, 65534)
@@ -61,10 +55,9 @@ def test_a_folder_like_tmp_may_be_shared_with_other_users(tmp_path: Path) -> Non
             small(shared)
 
 
-@pytest.mark.parametrize("name", ["about.json", "arrays"])
-def test_a_file_that_another_could_change_is_not_read(tmp_path: Path, name: str) -> None:
+def test_a_file_that_another_could_change_is_not_read(tmp_path: Path) -> None:
     one = filled(tmp_path / "folder")
-    (one._place(IDS[:SMALL]) / name).chmod(0o666)
+    path_of(one, IDS[:SMALL]).chmod(0o666)
     again = small(tmp_path / "folder")
     assert found(again) == {}
     assert again.counters.spoiled == 1

@@ -12,15 +12,15 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.prefix.cache import CacheCounters, PrefixCache
-from dflash_jax.engine.state_machine import OFF, guards
+from dflash_jax.engine.state_machine import OFF, loops
 from dflash_jax.engine.state_machine.controller import Cancelled, Finish
-from dflash_jax.engine.state_machine.words import Words
+from dflash_jax.engine.state_machine.output_vocabulary import OutputVocabulary
 from dflash_jax.errors import CheckpointError, ComputeError, PlanError, SnapshotError
 from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.ngram import NGram
 from dflash_jax.graph.steps.pair import Pair
-from dflash_jax.models import build_target
+from dflash_jax.networks import build_target
 from dflash_jax.testing import (
     random_engine,
     scripted_engine,
@@ -347,7 +347,8 @@ def test_C11_C16_prefixes_of_a_request_with_visible_output_stay(warm: Engine) ->
     while not handle.token_ids:
         warm.advance()
     handle.sequence.take(Cancelled(Finish.STOP))  # as a stop string does
-    warm.core.tidy()
+    warm.core.inbox.end(handle.number, "closed")
+    warm.core.settle()
     assert handle.result().finish_reason == "stop"
     assert warm.core.prefix_cache.segments == 2
 
@@ -359,8 +360,8 @@ def test_C17_E14_E19_an_empty_answer_drops_its_prefix(
     prompt = text(3 * CHUNK + 1, seed=21)
     wanted = fresh(warm, prompt).token_ids
     warm.generate(prompt, max_tokens=1)
-    words = Words(hidden=frozenset(wanted))
-    monkeypatch.setattr(requests, "words_of", lambda *_: words)
+    vocabulary = OutputVocabulary(hidden=frozenset(wanted))
+    monkeypatch.setattr(requests, "vocabulary_of", lambda *_: vocabulary)
     settings = dataclasses.replace(OFF, empty_retry=True)
     stream = warm.submit(prompt, max_tokens=16, recovery=settings)
     assert [i for piece in stream for i in piece.token_ids] == wanted
@@ -463,7 +464,7 @@ def test_P11_the_context_does_not_depend_on_accepted_drafts(
         stream = scripted.submit(prompt, max_tokens=40)
         for piece in stream:
             assert piece.token_ids
-            fed = len(prompt) + stream.sequence.state.fed
+            fed = len(prompt) + stream.sequence.state.num_computed
             assert int(scripted.core.runner.state.position[0]) >= fed  # one step may be in flight
         assert stream.result().token_ids == truth
         for got, wanted in zip(visible(scripted, 0), plain, strict=True):
@@ -504,8 +505,9 @@ def test_R21_P36_outputs_are_never_cached(warm: Engine, monkeypatch: pytest.Monk
     """Cached prefixes end on the grid within the prompt, however the output ends."""
     prompt = text(2 * CHUNK + 5, seed=27)
     truth = fresh(warm, prompt, max_tokens=20).token_ids
-    looped = dataclasses.replace(OFF, runaway=True)
-    monkeypatch.setattr(guards, "runaway_drop", lambda ids: 3 if len(ids) > 9 else 0)
+    looped = dataclasses.replace(OFF, loops=True)
+    ended = lambda seen, *_, **__: "runaway" if len(seen) > 9 else None  # noqa: E731
+    monkeypatch.setattr(loops, "too_long", ended)
     for options in ({}, {"stop_token_ids": [truth[6]]}, {"recovery": looped}):
         assert warm.core.prefix_cache
         warm.core.prefix_cache.clear()

@@ -33,12 +33,12 @@ def test_most_operations_of_a_step_belong_to_named_parts(tiny: Engine) -> None:
 
 
 def test_a_profile_that_fails_leaves_the_engine_as_it_was(tiny: Engine) -> None:
-    params, pacer = tiny.params, tiny.core.scheduler.pacer
+    params, pacer = tiny.params, tiny.core.pacer
     tiny.update_params(jax.tree.map(lambda x: np.full_like(x, np.nan), params))
     try:
         with pytest.raises(ComputeError, match="not finite"):
             profile(tiny, [1, 2, 3], steps=2)
     finally:
         tiny.update_params(params)
-    assert tiny.core.scheduler.pacer is pacer
+    assert tiny.core.pacer is pacer
     assert not tiny.core.busy

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,8 @@ from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF, floor
 from dflash_jax.engine.state_machine.announcements import Cue
+from dflash_jax.engine.state_machine.output_vocabulary import OutputVocabulary
 from dflash_jax.engine.state_machine.speculation import BreakEven
-from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.errors import RequestError
 from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import ProgramKey, Step
@@ -70,17 +71,17 @@ def test_impossible_min_tokens_are_refused(tiny: Engine) -> None:
 
 
 @pytest.fixture
-def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def vocabulary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a function that sets the meaning of tokens, as there is no tokenizer."""
 
     def use(**fields: Any) -> None:
-        monkeypatch.setattr(requests, "words_of", lambda *_: Words(**fields))
+        monkeypatch.setattr(requests, "vocabulary_of", lambda *_: OutputVocabulary(**fields))
 
     return use
 
 
 def recovery(**changes: Any) -> dj.Recovery:
-    fields = {name: getattr(OFF, name) for name in OFF.__dataclass_fields__}
+    fields = {field.name: getattr(OFF, field.name) for field in dataclasses.fields(OFF)}
     return dj.Recovery(**fields | changes)
 
 
@@ -107,11 +108,11 @@ def test_S26_the_floor_takes_the_next_best_token_of_the_same_logits(
     stop = truth[4]
     first = truth.index(stop)
     options = {"stop_token_ids": [stop], "max_tokens": 12, "speculative": speculative}
-    settings = recovery(floor=12, below_floor="replace")
+    settings = recovery(min_tokens=12)
     found = tiny.generate(PROMPT, recovery=settings, **options)
     assert found.finish_reason == "length"
     assert stop not in found.token_ids
-    assert found.stats.recovery["floor"] >= 1
+    assert found.stats.recovery["min_tokens"] >= 1
     # Compare with the logits of a separate forward pass.
     model = dj.TargetModel(tiny.graph.config, tiny.params["target"], "float32")
     ids = np.array([[*PROMPT, *truth[:first]]])
@@ -121,19 +122,19 @@ def test_S26_the_floor_takes_the_next_best_token_of_the_same_logits(
 
 
 def test_S27_the_floor_acts_equally_in_every_mode_and_row(tiny3: Engine) -> None:
-    settings = recovery(floor=20, below_floor="replace")
+    settings = recovery(min_tokens=20)
     prompts = [PROMPT, [7], list(range(20)), [9, 9]]
     stops = [tiny3.generate(p, max_tokens=4).token_ids[-1] for p in prompts]
     options = {"stop_token_ids": stops, "max_tokens": 25, "recovery": settings}
     fast = tiny3.generate_many(prompts, **options)
     slow = [tiny3.generate(p, **options, speculative=False) for p in prompts]
     assert [r.token_ids for r in fast] == [r.token_ids for r in slow]
-    assert all(r.stats.recovery["floor"] for r in fast)
+    assert all(r.stats.recovery["min_tokens"] for r in fast)
 
 
 def test_S29_a_replacement_is_sampled_with_the_same_key(tiny: Engine) -> None:
     free = tiny.generate(PROMPT, max_tokens=16, temperature=0.8, seed=5).token_ids
-    settings = recovery(floor=16, below_floor="replace")
+    settings = recovery(min_tokens=16)
     options = {"max_tokens": 16, "temperature": 0.8, "seed": 5, "recovery": settings}
     once = tiny.generate(PROMPT, stop_token_ids=[free[3]], **options)
     again = tiny.generate(PROMPT, stop_token_ids=[free[3]], **options)
@@ -146,13 +147,13 @@ def test_S29_a_replacement_is_sampled_with_the_same_key(tiny: Engine) -> None:
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 9])
 @pytest.mark.parametrize("speculative", [True, False])
 def test_S16_a_forced_call_leaves_the_state_of_a_prompt_that_contains_it(
-    tiny: Engine, truth: list[int], words: Any, length: int, speculative: bool
+    tiny: Engine, truth: list[int], vocabulary: Any, length: int, speculative: bool
 ) -> None:
     """Forced lengths around the block size of 4; the output continues as after a prompt."""
     stop = truth[6]
     first = truth.index(stop)
     prefix = tuple(range(200, 200 + length))
-    words(text=lambda ids: ":", calls=(prefix,))
+    vocabulary(text=lambda ids: ":", calls=(prefix,))
     settings = recovery(floor=50, tool_prefix=True)
     found = tiny.generate(
         PROMPT, stop_token_ids=[stop], max_tokens=45, recovery=settings, speculative=speculative
@@ -177,10 +178,10 @@ NAMES = (
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_forced_call_names_the_declared_tool_with_the_largest_logits(
-    tiny: Engine, truth: list[int], words: Any, temperature: float
+    tiny: Engine, truth: list[int], vocabulary: Any, temperature: float
 ) -> None:
     """In plain decoding and in blocks of every size, compared with logits of a forward pass."""
-    words(text=lambda ids: ":", calls=NAMES)
+    vocabulary(text=lambda ids: ":", calls=NAMES)
     options: dict[str, Any] = {"max_tokens": 45, "temperature": temperature, "seed": 9}
     if temperature:
         options["speculative"] = False
@@ -210,9 +211,9 @@ def test_a_forced_call_names_the_declared_tool_with_the_largest_logits(
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_R12_a_failed_step_while_a_tool_is_chosen_changes_no_name(
-    tiny: Engine, truth: list[int], words: Any, step: int
+    tiny: Engine, truth: list[int], vocabulary: Any, step: int
 ) -> None:
-    words(text=lambda ids: ":", calls=NAMES)
+    vocabulary(text=lambda ids: ":", calls=NAMES)
     options: dict[str, Any] = {
         "stop_token_ids": [truth[6]],
         "max_tokens": 45,
@@ -227,11 +228,11 @@ def test_R12_a_failed_step_while_a_tool_is_chosen_changes_no_name(
 
 @pytest.mark.parametrize("speculative", [True, False])
 def test_K1_K2_a_thought_is_closed_where_its_budget_ends(
-    tiny: Engine, truth: list[int], words: Any, speculative: bool
+    tiny: Engine, truth: list[int], vocabulary: Any, speculative: bool
 ) -> None:
     syntax = SYNTAXES["hermes"]
     close = (210, 211, 212, 213, 214, 215)
-    words(text=lambda ids: "<think>", syntax=syntax, close=close)
+    vocabulary(text=lambda ids: "<think>", syntax=syntax, close=close)
     settings = recovery(answer_reserve=20)
     found = tiny.generate(PROMPT, max_tokens=31, recovery=settings, speculative=speculative)
     output = [*truth[:11], *close]
@@ -249,9 +250,9 @@ def test_E3_an_empty_answer_is_confirmed_without_a_step(tiny: Engine, truth: lis
 
 
 def test_E5_the_retry_starts_from_the_state_after_the_prompt(
-    tiny: Engine, truth: list[int], words: Any
+    tiny: Engine, truth: list[int], vocabulary: Any
 ) -> None:
-    words(hidden=frozenset(truth[:3]))
+    vocabulary(hidden=frozenset(truth[:3]))
     assert truth[3] not in truth[:3]
     settings = recovery(empty_retry=True)
     options = {"max_tokens": 9, "stop_token_ids": [truth[3]], "recovery": settings}
@@ -263,10 +264,10 @@ def test_E5_the_retry_starts_from_the_state_after_the_prompt(
 
 
 def test_in_flight_results_are_not_part_of_the_retry(
-    tiny: Engine, truth: list[int], words: Any
+    tiny: Engine, truth: list[int], vocabulary: Any
 ) -> None:
     """A loop of hidden tokens ends while a step is in flight; its results are discarded."""
-    words(hidden=frozenset(truth))
+    vocabulary(hidden=frozenset(truth))
     twice = next(i for i in range(1, 60) if truth[i] == truth[i - 1])
     settings = recovery(empty_retry=True, repeat_limit=2)
     found = tiny.generate(PROMPT, max_tokens=60, recovery=settings)
@@ -278,19 +279,19 @@ def test_in_flight_results_are_not_part_of_the_retry(
 @pytest.mark.sample("floor")
 @pytest.mark.parametrize("rule", ["repeat", "runaway", "floor"])
 def test_recovery_statistics_count_the_final_answer_in_every_mode(
-    tiny: Engine, truth: list[int], words: Any, rule: str
+    tiny: Engine, truth: list[int], vocabulary: Any, rule: str
 ) -> None:
     """An invisible answer is decoded up to three times with drafting, once without."""
-    words(hidden=frozenset(range(251)))
+    vocabulary(hidden=frozenset(range(251)))
     twice = next(i for i in range(1, 60) if truth[i] == truth[i - 1])
     options: dict[str, Any] = {"max_tokens": 60}
     if rule == "repeat":
         changes: dict[str, Any] = {"repeat_limit": 2}
     elif rule == "runaway":
-        changes = {"runaway": True}
+        changes = {"loops": True, "loop_tokens": 2}
         options |= {"max_tokens": 40, "logit_bias": {7: 100.0}}
     else:
-        changes = {"floor": twice, "below_floor": "replace"}
+        changes = {"floor": twice}
         options |= {"stop_token_ids": truth[2:4]}
     options["recovery"] = recovery(empty_retry=True, **changes)
     plain = tiny.generate(PROMPT, speculative=False, **options)
@@ -326,9 +327,9 @@ def test_tokens_after_the_stop_string_are_not_counted(scripted: Engine, truth: l
 
 
 def test_held_tokens_keep_their_log_probabilities(
-    tiny: Engine, truth: list[int], words: Any
+    tiny: Engine, truth: list[int], vocabulary: Any
 ) -> None:
-    words(hidden=frozenset(truth[:3]))
+    vocabulary(hidden=frozenset(truth[:3]))
     options = {"max_tokens": 9, "logprobs": 2, "speculative": False}
     free = tiny.generate(PROMPT, **options)
     held = tiny.generate(PROMPT, recovery=recovery(empty_retry=True), **options)
@@ -342,11 +343,11 @@ def test_held_tokens_keep_their_log_probabilities(
 
 
 def test_tokens_after_held_forced_tokens_keep_their_log_probabilities(
-    tiny: Engine, truth: list[int], words: Any
+    tiny: Engine, truth: list[int], vocabulary: Any
 ) -> None:
     """A thought is closed while nothing is visible yet; the model decides the tokens after it."""
     close = (7, 8)
-    words(
+    vocabulary(
         close=close,
         hidden=frozenset((*truth[:3], *close)),
         syntax=SYNTAXES["qwen_xml"],
@@ -364,11 +365,11 @@ def test_answers_of_one_prompt_are_recovered_separately(tiny3: Engine) -> None:
     options: dict[str, Any] = {"max_tokens": 15, "temperature": 1.0, "seed": 6}
     free = tiny3.generate_many([PROMPT], n=2, **options)
     stop = free[0].token_ids[4]
-    options |= {"stop_token_ids": [stop], "recovery": recovery(floor=15, below_floor="replace")}
+    options |= {"stop_token_ids": [stop], "recovery": recovery(min_tokens=15)}
     both = tiny3.generate_many([PROMPT], n=2, **options)
     alone = [tiny3.generate(PROMPT, **options | {"seed": seed}) for seed in (6, 7)]
     assert [r.token_ids for r in both] == [r.token_ids for r in alone]
-    assert both[0].stats.recovery["floor"]
+    assert both[0].stats.recovery["min_tokens"]
     cell = dj.CancelCell()
     handles = tiny3.enqueue(tiny3.prepare(PROMPT, n=3, max_tokens=30, cancel=cell))
     tiny3.advance()
@@ -397,9 +398,9 @@ def test_C5_C7_a_cell_cancels_a_request_in_any_phase(tiny: Engine, when: int) ->
     for _ in range(when):
         tiny.advance()
     cell.cancel("disconnect")
-    fed = handle.num_fed
+    fed = handle.num_computed
     tiny.advance()
-    assert handle.num_fed == fed <= 16 * when < 100
+    assert handle.num_computed == fed <= 16 * when < 100
     assert handle.result().finish_reason == "cancelled"
     assert handle.result().token_ids == []
     assert handle.stats.recovery == {"cancelled_disconnect": 1}
@@ -457,7 +458,7 @@ def test_C18_a_deadline_ends_the_request_with_its_output_so_far(
     handle = tiny.submit(PROMPT, max_tokens=40, recovery=recovery(deadline_s=5))
     while len(handle.token_ids) < 5:
         tiny.advance()
-    monkeypatch.setattr(handle.sequence, "deadline", handle.sequence.deadline - 5)
+    monkeypatch.setattr(tiny.core.inbox, "clock", lambda: time.perf_counter() + 5)
     tiny.advance()
     assert handle.result().finish_reason == "length"
     assert 5 <= len(handle.token_ids) < 40
@@ -588,7 +589,7 @@ def test_an_interrupt_where_a_turn_begins_or_ends_releases_the_lock(
     called: dict[Any, None] = {}  # functions that a turn calls directly
 
     def trace(frame: Any, event: str, _: Any) -> None:
-        if frame.f_back.f_code is EngineCore.step.__code__ and frame.f_code not in called:
+        if frame.f_back.f_code is EngineCore._alone.__code__ and frame.f_code not in called:
             called[frame.f_code] = None
             raise KeyboardInterrupt
 
@@ -603,7 +604,7 @@ def test_an_interrupt_where_a_turn_begins_or_ends_releases_the_lock(
             break
         finally:
             sys.settrace(before)
-        assert not tiny.core._stepping.locked()
+        assert not tiny.core._turns.locked()
     assert len(kept) == len(called) >= 2
     assert finish(tiny, handle) == truth[:20]
 
@@ -626,18 +627,20 @@ def finish(engine: Engine, handle: Any) -> list[int]:
 @pytest.mark.parametrize("speculative", [True, False])
 @pytest.mark.parametrize("rule", ["close", "prefix"])
 def test_forced_tokens_that_end_with_a_stop_token_end_the_output(
-    tiny: Engine, truth: list[int], words: Any, speculative: bool, rule: str
+    tiny: Engine, truth: list[int], vocabulary: Any, speculative: bool, rule: str
 ) -> None:
     """The row stops at a stop token on the device, so the host has to end the request."""
     end = truth[7]
     at = truth.index(end)
     assert 249 not in truth
     if rule == "close":
-        words(text=lambda ids: "<think>", syntax=SYNTAXES["qwen_xml"], close=(250, 249),
+        vocabulary(text=lambda ids: "<think>", syntax=SYNTAXES["qwen_xml"], close=(250, 249),
               inside_thought=True)  # fmt: skip
         rules = recovery(answer_reserve=10)
     else:
-        words(text=lambda ids: "Let me look:", syntax=SYNTAXES["qwen_xml"], calls=((250, 249),))
+        vocabulary(
+            text=lambda ids: "Let me look:", syntax=SYNTAXES["qwen_xml"], calls=((250, 249),)
+        )
         rules = recovery(floor=40, tool_prefix=True)
     handle = tiny.submit(
         PROMPT,
@@ -652,18 +655,17 @@ def test_forced_tokens_that_end_with_a_stop_token_end_the_output(
 
 
 def test_a_thought_is_closed_after_a_call_forced_across_its_limit(
-    tiny: Engine, scripted: Engine, words: Any
+    tiny: Engine, scripted: Engine, vocabulary: Any
 ) -> None:
     """The call extends past the limit of the thought, which is closed after it."""
     prompt = [5, 4, 3]
     truth = tiny.generate(prompt, max_tokens=60).token_ids
     at = next(i for i in range(20, 30) if truth[i] not in truth[:i])
-    words(
-        text=lambda ids: "<think>: ",
+    vocabulary(
+        text=lambda ids: "Now <think>: ",
         syntax=SYNTAXES["qwen_xml"],
         calls=((11, 12, 13, 14, 15, 16),),
         close=(21, 22),
-        inside_thought=True,
     )
     rules = recovery(floor=200, tool_prefix=True, floor_in_thought=True, answer_reserve=60 - at - 3)
     stops = {"max_tokens": 60, "stop_token_ids": [truth[at]]}
@@ -701,7 +703,7 @@ def log_odds(engine: Engine, ids: list[int], token: int, other: int) -> float:
 def test_an_end_is_judged_by_the_odds_of_the_target(
     tiny: Engine,
     truth: list[int],
-    words: Any,
+    vocabulary: Any,
     speculative: bool,
     accepted: bool,
     opening: tuple[int, ...],
@@ -709,14 +711,14 @@ def test_an_end_is_judged_by_the_odds_of_the_target(
     """Thresholds just above and just below the sum of the odds of all steps."""
     stop = truth[6]
     output = truth[: truth.index(stop)]
-    words(text=lambda ids: "Let me look at it.", calls=(OPENED,), opening=opening)
+    vocabulary(text=lambda ids: "Let me look at it.", calls=(OPENED,), opening=opening)
     first = total = log_odds(tiny, [*PROMPT, *output], LEAD, stop)
     for at in range(1, len(opening)):
         lead = [*PROMPT, *output, *opening[:at]]
         total += log_odds(tiny, lead, opening[at], continued(tiny, lead, 1)[0])
     total -= floor.BARS[Cue.STRONG]
-    rule = {"floor": 50, "below_floor": "odds", "tool_prefix": True}
-    settings = recovery(**rule, call_odds=total - 0.01 if accepted else total + 0.01)
+    least = total - 0.01 if accepted else total + 0.01
+    settings = recovery(floor=50, tool_prefix=True, tool_call_threshold=least)
     options = {"stop_token_ids": [stop], "max_tokens": 45, "speculative": speculative}
     free = tiny.generate(PROMPT, logprobs=2, **options)
     found = tiny.generate(PROMPT, recovery=settings, **options)
@@ -737,8 +739,8 @@ def test_an_end_is_judged_by_the_odds_of_the_target(
         assert got.logprob == pytest.approx(wanted.logprob, abs=1e-5)
 
 
-def test_a_plan_without_odds_has_the_programs_without_them(tiny: Engine, words: Any) -> None:
-    plan = dataclasses.replace(tiny.plan, call_odds=False)
+def test_a_plan_without_odds_has_the_programs_without_them(tiny: Engine, vocabulary: Any) -> None:
+    plan = dataclasses.replace(tiny.plan, report_tool_call_margin=False)
     without = Engine(Graph(tiny.graph.pair, plan), tiny.params)
     wanted = tiny.generate(PROMPT, max_tokens=20)
     found = without.generate(PROMPT, max_tokens=20)
@@ -749,7 +751,7 @@ def test_a_plan_without_odds_has_the_programs_without_them(tiny: Engine, words: 
         not in without.core.runner.executables[tiny.graph.key(Step.PLAIN)].stablehlo
     )
     stop = wanted.token_ids[6]
-    words(text=lambda ids: "w:", calls=(OPENED,), opening=(LEAD, CALL))
-    settings = recovery(floor=50, below_floor="odds", tool_prefix=True)
+    vocabulary(text=lambda ids: "w:", calls=(OPENED,), opening=(LEAD, CALL))
+    settings = recovery(floor=50, tool_prefix=True)
     options = {"stop_token_ids": [stop], "max_tokens": 45, "recovery": settings}
     assert without.generate(PROMPT, **options).stats.recovery == {"tool_prefix": 1}

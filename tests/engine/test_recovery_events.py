@@ -7,7 +7,7 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.engine.structured.grammars import CallGrammars, Grammars
-from dflash_jax.engine.vocabulary import words_of
+from dflash_jax.engine.vocabulary import vocabulary_of
 from dflash_jax.errors import StructureError
 from tests.soak.recovery_events import END, ID, SIZE, make_tokenizer, make_tool, scenarios, sweep
 
@@ -23,17 +23,17 @@ def test_every_event_gives_the_same_output_in_all_modes() -> None:
 def test_a_call_with_a_marker_of_several_tokens_follows_its_grammar_from_there() -> None:
     pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
     tokenizer = make_tokenizer(pieces=True)
-    words = words_of(tokenizer, (), dj.Recovery(), make_tool("path"), None)
-    assert words.marker == words.closer == -1
-    assert words.call_begins == {ID["_call>"]}
+    vocabulary = vocabulary_of(tokenizer, (), dj.Recovery(), make_tool("path"), None)
+    assert vocabulary.marker == vocabulary.closer == -1
+    assert vocabulary.call_begins == {ID["_call>"]}
     grammars = CallGrammars(Grammars(tokenizer, SIZE, [ID[END]]), lambda _: None, tokenizer)
-    request: Any = SimpleNamespace(words=words)
-    grammar = grammars.begin(request, "<tool_call>\n").result()
+    request: Any = SimpleNamespace(vocabulary=vocabulary)
+    grammar = grammars.make(grammars.structure(request, "<tool_call>\n"))
     rest = '{"name": "read", "arguments": {"path":"a"}}\n</tool_call>'
     grammar.accept(tokenizer.encode(rest, specials=False))
     assert grammar.error is None
     grammar.accept([ID[END]])
     assert grammar.finished
     with pytest.raises(StructureError, match="is not the beginning"):
-        grammars.begin(request, "<tool_call>()").result()
+        grammars.make(grammars.structure(request, "<tool_call>()"))
     grammars.grammars.close()

@@ -9,7 +9,7 @@ import pytest
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF, Recovery
-from dflash_jax.engine.state_machine.words import Words
+from dflash_jax.engine.state_machine.output_vocabulary import OutputVocabulary
 from dflash_jax.testing import random_engine
 from dflash_jax.tool_parsers import SYNTAXES
 
@@ -30,10 +30,10 @@ def engine(tiny3: Engine) -> Engine:
     return made
 
 
-def random_words(rng: random.Random) -> Words:
+def random_vocabulary(rng: random.Random) -> OutputVocabulary:
     """Return random meanings of tokens: colons, marks of thoughts, hidden tokens."""
     marks = {rng.randrange(VOCAB): m for m in [":"] * 60 + ["<think>"] * 9 + ["</think>"] * 9}
-    return Words(
+    return OutputVocabulary(
         text=lambda ids: "".join(marks.get(i, "w") for i in ids),
         syntax=SYNTAXES["qwen_xml"],
         hidden=frozenset(rng.sample(range(VOCAB), rng.choice([0, 100, 251]))),
@@ -55,13 +55,13 @@ def settings(rng: random.Random) -> Recovery:
     return dataclasses.replace(
         OFF,
         floor=rng.choice([0, 4, 40]),
-        below_floor=rng.choice(["rescue", "replace"]),
         tool_prefix=rng.random() < 0.6,
         empty_retry=rng.random() < 0.6,
         repeat_limit=rng.choice([0, 2, 3]),
-        runaway=rng.choice([False, True, "measured"]),
+        loops=rng.random() < 0.6,
         loop_tokens=rng.choice([2, 5, 20]),
         repeated_calls=rng.choice([0, 2]),
+        min_tokens=rng.choice([0, 0, 9]),
         answer_reserve=rng.choice([0, 10, 60]),
     )
 
@@ -92,8 +92,8 @@ def check_batched_against_alone(
     events: set[str] = set()
     for seed in seeds:
         rng = random.Random(seed)
-        words = random_words(rng)
-        monkeypatch.setattr(requests, "words_of", lambda *_, words=words: words)
+        vocabulary = random_vocabulary(rng)
+        monkeypatch.setattr(requests, "vocabulary_of", lambda *_, vocabulary=vocabulary: vocabulary)
         batch = [random_request(rng, engine) for _ in range(5)]
         handles = []
         for options in batch:

@@ -7,8 +7,8 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.state_machine import OFF, announcements, call_retry, floor, guards
-from dflash_jax.engine.state_machine.words import Words
+from dflash_jax.engine.state_machine import OFF, announcements, controller, floor, guards
+from dflash_jax.engine.state_machine.output_reader import OutputReader
 from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.graph.state import OutputColumn
 from dflash_jax.testing import force_acceptance, set_script
@@ -17,16 +17,13 @@ from tests.soak.recovery_events import END, ID, SIZE, WALKS, make_engine
 BLOCK, LENGTH = 4, 24
 STARTS = [walk[0] for walk in WALKS if walk[0].startswith("<")]
 RULES: list[tuple[Any, str]] = [
-    (floor, "judge_by_odds"),
-    (floor, "judge_by_text"),
-    (floor, "begin_call"),
-    (floor, "probe"),
-    (call_retry, "watch"),
+    (controller, "RULES"),
     (announcements, "read_ending"),
     (floor, "read_ending"),
     (guards, "Guard"),
-    (Words, "read"),
-    (Words, "thinking"),
+    (OutputReader, "text"),
+    (OutputReader, "calls"),
+    (OutputReader, "ended"),
 ]
 
 
@@ -39,7 +36,7 @@ def engine() -> Engine:
 @pytest.fixture(scope="module")
 def without() -> Engine:
     """Return an engine whose programs have no place for recovery."""
-    return make_engine(BLOCK, call_odds=False)
+    return make_engine(BLOCK, report_tool_call_margin=False)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from dflash_jax.engine.scheduler import BURST, SchedulerOutput, StepPacer
 from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.state import OutputColumn
 from dflash_jax.graph.steps.inputs import DecodeInputs
-from dflash_jax.models import build_graph
+from dflash_jax.networks import build_graph
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
 
@@ -69,7 +69,7 @@ def test_outputs_do_not_depend_on_the_steps_per_call(
     ]
     outcomes, turns = [], []
     for num_steps in (1, 3, 8):
-        monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(num_steps))
+        monkeypatch.setattr(multi_step.core, "pacer", Fixed(num_steps))
         handles = [multi_step.submit(**request) for request in requests]
         turns.append(0)
         while not all(handle.done for handle in handles):
@@ -91,7 +91,7 @@ def test_plain_calls_extend_the_drafters_context_as_single_steps_do(
 ) -> None:
     contexts = []
     for num_steps in (1, 3, 8):
-        monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(num_steps))
+        monkeypatch.setattr(multi_step.core, "pacer", Fixed(num_steps))
         handle = multi_step.submit([3, 1, 4, 1, 5], max_tokens=40, speculative=False)
         while not handle.done:
             multi_step.advance()
@@ -135,10 +135,10 @@ def test_calls_make_single_steps_while_requests_are_queued(
             asked.append(work.num_steps)
         return step(name, work, *rest, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(8))
+    monkeypatch.setattr(multi_step.core, "pacer", Fixed(8))
     monkeypatch.setattr(multi_step.core.runner, "step", noted)
     *first, last = (multi_step.submit([1, i], max_tokens=12 + 8 * (i == 3)) for i in range(4))
-    while last.sequence in multi_step.core.scheduler.waiting:
+    while last.sequence.row is None:
         multi_step.advance()
     assert set(asked) == {1}
     asked.clear()
@@ -161,13 +161,13 @@ def test_no_call_is_dispatched_after_a_multi_step_call_or_one_that_may_end_every
 
     monkeypatch.setattr(multi_step.core.runner, "step", noted)
     for num_steps, most in ((1, 1), (3, 0)):
-        monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(num_steps))
+        monkeypatch.setattr(multi_step.core, "pacer", Fixed(num_steps))
         ahead.clear()
         multi_step.generate([2, 7, 1], max_tokens=60)
         assert ahead[0] == 1  # the prefill, which decides one token
         assert len(ahead) > 3
         assert max(ahead[1:]) == most
-    monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(1))
+    monkeypatch.setattr(multi_step.core, "pacer", Fixed(1))
     ahead.clear()
     multi_step.generate([2, 7, 1], max_tokens=5)  # a block of 4, after the token of the prefill
     assert ahead[1:] == [0] * (len(ahead) - 1)
@@ -222,7 +222,7 @@ def test_break_even_is_that_of_calls_of_as_many_steps_as_requests_make(
         assert most in timed  # after a warm-up of each number of rows and of drafts
         assert len(timed) > 2
     assert not np.asarray(multi_step.core.runner.state.position).any()
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multi_step.core.runner.executor, "hosts", 2)
     counts.clear()
     assert break_even.measure(multi_step.core.runner) == break_even.BreakEven()
     assert not counts  # the clocks of processes differ
@@ -244,7 +244,7 @@ def test_decoding_transfers_nothing_to_the_device(multi_step: Engine, speculativ
 def test_a_first_token_is_emitted_before_waiting_for_a_multi_step_call(
     multi_step: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(8))
+    monkeypatch.setattr(multi_step.core, "pacer", Fixed(8))
     handle, lengths = multi_step.submit([3, 1, 4], max_tokens=30), []
     while not handle.done:
         multi_step.advance()
@@ -258,6 +258,6 @@ def test_a_first_token_is_emitted_before_waiting_for_a_multi_step_call(
 def test_a_profile_of_a_multi_step_engine_takes_single_steps(
     multi_step: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(8))
+    monkeypatch.setattr(multi_step.core, "pacer", Fixed(8))
     report = profile(multi_step, [1, 2, 3], steps=2, speculative=False)
     assert {kernel.calls for kernel in report.kernels if kernel.part != "rest"} == {1}

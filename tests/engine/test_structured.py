@@ -17,7 +17,7 @@ from dflash_jax.engine.structured import grammars
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.errors import RequestError
 from dflash_jax.graph import Graph
-from dflash_jax.models import build_target
+from dflash_jax.networks import build_target
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import force_acceptance, scripted_engine, set_script
 from dflash_jax.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ def test_output_follows_its_structure(byte_engine: Engine, temperature: float) -
 
 def test_recovery_forces_no_token_into_a_structure(byte_engine: Engine) -> None:
     """The structure alone decides where it may end; loops still end it."""
-    settings = Recovery(floor=90, below_floor="replace", answer_reserve=80)
+    settings = Recovery(min_tokens=90, answer_reserve=80)
     options: dict[str, Any] = {"max_tokens": 90, "tools": [{"name": "a"}]}
     for structure in ({"regex": "[ab]{0,30}"}, {"choice": ["", "x:"]}, {"json": SCHEMA}):
         free = byte_engine.generate(PROMPT, structured=structure, **options)
@@ -96,10 +96,10 @@ def test_recovery_forces_no_token_into_a_structure(byte_engine: Engine) -> None:
         assert set(found.stats.recovery) <= {"repeat", "runaway", "runaway_dropped_tokens"}
         if not found.stats.recovery:
             assert found.token_ids == free.token_ids
-    looping = {"regex": "a{90}"}
-    original = dataclasses.replace(settings, runaway="compat")
-    found = byte_engine.generate(PROMPT, structured=looping, recovery=original, **options)
-    assert found.text == "a" * 12
+    looping = {"regex": "g{90}"}
+    strict = dataclasses.replace(settings, loop_tokens=6)
+    found = byte_engine.generate(PROMPT, structured=looping, recovery=strict, **options)
+    assert found.text == "g" * 12
     assert found.finish_reason == "length"
 
 

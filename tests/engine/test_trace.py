@@ -96,7 +96,7 @@ def test_a_trace_changes_no_token_and_is_empty_unless_requested(engine: Engine) 
         assert with_trace.token_ids == without.token_ids
         assert without.trace == ()
         check(engine, with_trace)
-    with pytest.raises(RequestError, match="trace is 1; expected True or False"):
+    with pytest.raises(RequestError, match="trace is 1; expected true or false"):
         engine.generate(PROMPT, trace=1)  # type: ignore[arg-type]
 
 
@@ -133,13 +133,13 @@ def test_rounds_end_at_a_stop_text(engine: Engine) -> None:
 
 def test_a_replaced_end_token_is_forced(engine: Engine) -> None:
     plain, _ = plain_and_script(engine, [3], max_tokens=20)
-    settings = dataclasses.replace(OFF, floor=20, below_floor="replace")
+    settings = dataclasses.replace(OFF, min_tokens=20)
     stop = plain[6]
     options = {"stop_token_ids": [stop], "max_tokens": 20, "recovery": settings}
     result = engine.generate(PROMPT, trace=True, **options)
     check(engine, result)
     sources = [source for x in result.trace for source in x.sources]
-    assert sources.count("forced") == result.stats.recovery["floor"] >= 1
+    assert sources.count("forced") == result.stats.recovery["min_tokens"] >= 1
     assert sources[plain.index(stop)] == "forced"
 
 

@@ -28,12 +28,11 @@ PLANS = {
     "bfloat16": dataclasses.replace(PLAN, kernels="xla", dtype="bfloat16"),
     "int8": dataclasses.replace(PLAN, kernels="xla", weights="int8"),
     "int4": dataclasses.replace(PLAN, kernels="xla", weights="int4"),
-    "tiled": dataclasses.replace(PLAN, kernels="xla", weight_layout="tiled"),
     "native": dataclasses.replace(PLAN, kernels="native"),
     "native int8": dataclasses.replace(PLAN, kernels="native", weights="int8"),
 }
 MARKS = {"native": NATIVE, "native int8": NATIVE}
-MARKS |= dict.fromkeys(("bfloat16", "tiled"), pytest.mark.soak)
+MARKS |= {"bfloat16": pytest.mark.soak}
 
 
 def floats(engine: Engine, seed: int) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def test_answers_equal_those_of_a_new_engine_and_nothing_is_compiled(name: str) 
     assert first != wanted
     executables = dict(engine.core.runner.executables)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.core.runner.compiled, "_build", None)
+        patch.setattr(engine.core.runner.compiled, "build", None)
         engine.update_params(floats(engine, 2))
         assert engine.generate(PROMPT, max_tokens=1).stats.cached_tokens == 0
         assert answer(engine) == wanted

@@ -14,7 +14,7 @@ from dflash_jax.graph.build import jit
 from dflash_jax.graph.placement import device_mesh, param_shardings
 from dflash_jax.graph.steps.filters import LISTED
 from dflash_jax.kernels.vocabulary import top_k
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.networks import build_graph, build_pair
 from dflash_jax.testing import (
     random_engine,
     random_params,

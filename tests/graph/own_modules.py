@@ -100,7 +100,7 @@ class Bigram:
         self, params: Any, state: Any, anchor: Any, start: Any, shared: Any, sampler: Any
     ) -> Any:
         drafts = [anchor]
-        for _ in range(sampler.places):
+        for _ in range(sampler.num_drafts):
             drafts.append(jnp.take_along_axis(state[0], drafts[-1][:, None], axis=1)[:, 0])
         return sampler.certain(jnp.stack(drafts[1:], axis=1)), state
 
@@ -138,7 +138,7 @@ class Heads(nn.Module):
         return shared.head(made)
 
     def propose(self, state: Any, anchor: Any, start: Any, shared: Any, sampler: Any) -> Any:
-        choice = sampler.sample_all(self.logits(state, anchor, shared)[:, : sampler.places])
+        choice = sampler.sample_all(self.logits(state, anchor, shared)[:, : sampler.num_drafts])
         return sampler.draft(choice.index, choice.finite), state
 
 

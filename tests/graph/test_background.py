@@ -19,13 +19,14 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
-from dflash_jax.graph import build, compile_process
-from dflash_jax.graph.build import NICENESS, BackgroundCompiler, CompiledPrograms, compile_programs
+from dflash_jax.graph import background, build, compile_process
+from dflash_jax.graph.background import NICENESS, BackgroundCompiler
+from dflash_jax.graph.build import CompiledPrograms, compile_programs
 from dflash_jax.graph.graph import Graph
 from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant, serving
 from dflash_jax.graph.programs import Program, declare
 from dflash_jax.graph.steps.pair import Pair
-from dflash_jax.models import build_target
+from dflash_jax.networks import build_target
 from dflash_jax.testing import tiny_target
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
@@ -217,15 +218,25 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     before = jax.config.values["jax_compilation_cache_dir"]
     tmp_path.chmod(0o700)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    monkeypatch.setattr(build, "WORTH_A_PROCESS", 0.0)
+    monkeypatch.setattr(background, "WORTH_A_PROCESS", 0.0)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+# The other process, without its low priority: beside other tests it would not get any time.
+AT_ONCE = """
+from dflash_jax.graph import compile_process
+compile_process.lowest_priority = lambda: None
+compile_process.main()
+"""
 
 
 @pytest.mark.usefixtures("kept")
 def test_what_nobody_waits_for_is_compiled_by_another_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    command = [sys.executable, "-c", AT_ONCE]
+    monkeypatch.setattr(compile_process, "python_command", lambda *_: command)
     lowered: list[ProgramKey] = []
     lower = build.lower
     monkeypatch.setattr(build, "lower", lambda x: lowered.append(x.key) or lower(x))

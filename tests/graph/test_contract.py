@@ -128,7 +128,7 @@ def drafter(**members: Any) -> Any:
         "empty": lambda self, make: jnp.zeros((make.rows, 3), jnp.int32),
         "observe": lambda self, params, state, tokens, taps, start: state,
         "propose": lambda self, params, state, anchor, start, shared, sampler: (
-            sampler.certain(jnp.repeat(anchor[:, None], sampler.places, 1)),
+            sampler.certain(jnp.repeat(anchor[:, None], sampler.num_drafts, 1)),
             state,
         ),
     }
@@ -141,7 +141,7 @@ def proposes(change: Any) -> Any:
     def propose(
         self: Any, params: Any, state: Any, anchor: Any, start: Any, shared: Any, sampler: Any
     ) -> Any:
-        return change(sampler.certain(jnp.repeat(anchor[:, None], sampler.places, 1)), state)
+        return change(sampler.certain(jnp.repeat(anchor[:, None], sampler.num_drafts, 1)), state)
 
     return drafter(propose=propose)
 
@@ -250,7 +250,7 @@ class HeadsOfNNX(nnx.Module):
     def propose(self, state: Any, anchor: Any, start: Any, shared: Any, sampler: Any) -> Any:
         x = shared.embed(anchor[:, None])[:, 0]
         hidden = jnp.stack([head(x) for head in self.heads], axis=1)
-        choice = sampler.sample_all(shared.head(hidden)[:, : sampler.places])
+        choice = sampler.sample_all(shared.head(hidden)[:, : sampler.num_drafts])
         return sampler.draft(choice.index, choice.finite), state
 
 

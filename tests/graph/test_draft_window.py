@@ -10,7 +10,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.ngram import NGram
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
 
 PLAN = dj.Plan(rows=2, block=4, max_length=128, chunk=8, prefix_cache=1 << 20)

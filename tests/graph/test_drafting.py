@@ -49,7 +49,7 @@ def test_sampled_output_has_the_distribution_of_the_target(kind: str) -> None:
     own = {"num_layers": 1, "windows": (None,), "causal": (False,)} | WALKERS[kind]
     drafter = tiny_drafter(target, kind, **own)
     cut = 0.2 if kind == "dspark" else 0.0
-    plan = Plan(rows=ROWS, max_length=16, block=4, chunk=8, min_survival=cut)
+    plan = Plan(rows=ROWS, max_length=16, block=4, chunk=8, confidence_threshold=cut)
     engine = random_engine(target, drafter, plan, seed=4)
     if kind == "dspark":  # tokens 0, 1, 3 and 5
         engine.params["drafter"]["d2t"] = jnp.asarray([0, 0, 1, 2], jnp.int32)
@@ -144,9 +144,9 @@ def test_scores_that_are_not_finite_are_told_and_never_compared() -> None:
 def test_unlikely_drafts_are_not_verified() -> None:
     columns = rules(2, max_drafts=np.array([3, 3]))
     tokens, finite = jnp.asarray([[1, 2, 3], [4, 5, 6]]), jnp.asarray([True, False])
-    choose = dataclasses.replace(sampler(columns, 3, sampled=False), min_survival=0.5)
-    survival = jnp.asarray([[0.9, 0.6, 0.4], [0.9, 0.6, 0.5]])
-    draft = choose.draft(tokens, finite, survival=survival)
+    choose = dataclasses.replace(sampler(columns, 3, sampled=False), confidence_threshold=0.5)
+    confidence = jnp.asarray([[0.9, 0.6, 0.4], [0.9, 0.6, 0.5]])
+    draft = choose.draft(tokens, finite, confidence=confidence)
     assert draft.block.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
     assert draft.num_drafts is not None
     assert draft.num_drafts.tolist() == [2, 3]

@@ -13,11 +13,10 @@ from dflash_jax import Plan, loading
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.graph.explain import Explanation, explain
 from dflash_jax.graph.keys import Step
-from dflash_jax.graph.memory import DEVICES, StepWork, budget, find_device, roofline, work
 from dflash_jax.graph.resolve import resolve, wide_block
+from dflash_jax.graph.roofline import DEVICES, StepWork, find_device, roofline, work
 from dflash_jax.kernels.native.build import Library
-from dflash_jax.models import build_drafter, build_pair
-from dflash_jax.plan import WeightLayout
+from dflash_jax.networks import build_drafter, build_pair
 from dflash_jax.testing import AMPLE, planned, tiny_drafter, tiny_target
 
 H200 = DEVICES["H200"]
@@ -141,7 +140,9 @@ def test_the_text_fits_a_terminal_of_eighty_columns() -> None:
     windows = tuple(1000 + i if i % 3 else None for i in range(21))
     target = tiny_target(num_layers=21, windows=windows, eos_token_ids=tuple(range(30)))
     drafter = tiny_drafter(target, block_size=4, target_layer_ids=tuple(range(20)))
-    plan = Plan(rows=64, block=8, weights="int4", kv_dtype="int8", min_survival=0, dtype="bfloat16")
+    plan = Plan(
+        rows=64, block=8, weights="int4", kv_dtype="int8", confidence_threshold=0, dtype="bfloat16"
+    )
     plan = resolve(plan, build_pair(target, drafter), platform="gpu", memory=AMPLE)
     lines = str(explain(planned(target, drafter, plan), H200)).splitlines()
     assert max(map(len, lines)) <= 80
@@ -192,25 +193,6 @@ def test_work_counts_every_weight_once() -> None:
     )
     assert counted.bytes == narrow.bytes
     assert counted.flops == plan.block * narrow.flops
-
-
-def test_matrices_that_are_stored_twice_are_in_memory_twice_and_read_once() -> None:
-    def plan(layout: WeightLayout) -> Plan:
-        return resolve(
-            Plan(weight_layout=layout), build_pair(target, None), platform="cpu", memory=AMPLE
-        )
-
-    target = tiny_target()
-    row_major, tiled = plan("row_major"), plan("tiled")
-    assert (
-        budget(planned(target, None, tiled)).weights
-        > 1.8 * budget(planned(target, None, row_major)).weights
-    )
-    assert work(planned(target, None, tiled), Step.PLAIN) == work(
-        planned(target, None, row_major), Step.PLAIN
-    )
-    plan_line = unbroken(explain(planned(target, None, tiled), DEVICES["CPU"]))[1]
-    assert "float32  tiled matrices  exact" in plan_line
 
 
 def test_a_roofline_is_the_slower_of_memory_and_compute() -> None:

@@ -26,14 +26,15 @@ from dflash_jax.tokenizer import Tokenizer
 PROMPT = list(range(5, 42))
 TARGET = tiny_target(num_layers=2, vocab_size=96)
 DRAFTER = tiny_drafter(TARGET, target_layer_ids=(0,), num_layers=1, windows=(12,), causal=(False,))
-PLAN = dj.Plan(max_length=64, block=4, chunk=16, rows=2, kernels="xla", weight_layout="tiled")
+PLAN = dj.Plan(max_length=64, block=4, chunk=16, rows=2, kernels="xla")
 NAMES = ("prefill", "plain", "speculative", "prefill[sampled]", "speculative[sampled]")
 ALONE = """
 import importlib.abc, json, sys
 
 class Blocked(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.startswith(("dflash_jax.models", "dflash_jax.nn", "dflash_jax.engine")):
+        blocked = ("dflash_jax.networks", "dflash_jax.nn", "dflash_jax.engine")
+        if name.startswith(blocked) or name.endswith("_net"):
             raise ImportError(name)
 
 sys.meta_path.insert(0, Blocked())

@@ -14,6 +14,7 @@ from flax import struct
 import dflash_jax as dj
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph import Graph, GraphPrograms, TargetOutput
+from dflash_jax.graph.state import PromptPart, prompt_arrays
 from dflash_jax.kernels.caches import zero_rows
 from tests.graph.own_modules import (
     LONGEST,
@@ -292,3 +293,11 @@ def test_programs_say_what_they_cannot_do(bigram: tuple[GraphPrograms, Any]) -> 
     sampled = programs.graph.rules(temperature=1.0)
     with pytest.raises(PlanError, match=r"plain\[sampled\] is not compiled"):
         GraphPrograms(programs.graph, {}).plain(params, state, rules=sampled)
+
+
+def test_parts_of_prompts_are_padded_to_the_width_of_a_call() -> None:
+    parts = [PromptPart(1, 0, [5, 6]), PromptPart(2, 8, (7,))]
+    tokens, lengths, fresh = prompt_arrays(parts, rows=3, width=4)
+    assert tokens.tolist() == [[0, 0, 0, 0], [5, 6, 0, 0], [7, 0, 0, 0]]
+    assert lengths.tolist() == [0, 2, 1]
+    assert fresh.tolist() == [False, True, False]

@@ -16,10 +16,9 @@ from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.keys import Step
 from dflash_jax.graph.programs import declare
 from dflash_jax.kernels.native.build import library
-from dflash_jax.models import build_pair
-from dflash_jax.models.scripted import Scripted
+from dflash_jax.networks import build_pair
 from dflash_jax.plan import LEAST
-from dflash_jax.testing import tiny_drafter
+from dflash_jax.testing import Scripted, tiny_drafter
 
 PLAN = dataclasses.replace(LEAST, max_length=64, block=4, chunk=8, ngram=3, draft_window=8)
 PAIRS = {name: (config, "dflash") for name, config in FAMILIES.items()}

@@ -17,7 +17,7 @@ from dflash_jax.graph.ngram import NGram
 from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.state import COPIED, RowRules, pack_output, read_output
 from dflash_jax.graph.steps.drafting import RowDraftSampler
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import (
     random_engine,
     random_params,
@@ -164,7 +164,7 @@ class Nines:
     def propose(
         self, params: None, state: tuple[()], anchor: jax.Array, *more: Any
     ) -> tuple[Draft, tuple[()]]:
-        return more[-1].certain(jnp.full((len(anchor), more[-1].places), 9)), state
+        return more[-1].certain(jnp.full((len(anchor), more[-1].num_drafts), 9)), state
 
 
 @pytest.mark.parametrize(

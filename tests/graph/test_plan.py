@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import mmap
 import re
 import sys
@@ -20,6 +19,7 @@ from dflash_jax import Plan
 from dflash_jax.cli import parser
 from dflash_jax.cli.options import WITHOUT_FLAG
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.declared import Scope
 from dflash_jax.errors import ConfigError, PlanError
 from dflash_jax.graph.abstract import init_params
 from dflash_jax.graph.explain import stablehlo
@@ -27,14 +27,15 @@ from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.graph.memory import budget
 from dflash_jax.graph.placement import place_empty_state
 from dflash_jax.graph.programs import declare
-from dflash_jax.graph.resolve import resolve
+from dflash_jax.graph.resolve import AUTOMATIC, resolve
 from dflash_jax.kernels.native.build import Library
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.nn import decoder
 from dflash_jax.nn.attention import attend
-from dflash_jax.plan import FIELDS, LEAST, Scope, WeightLayout
+from dflash_jax.plan import LEAST
 from dflash_jax.testing import AMPLE, planned, random_params, tiny_drafter, tiny_target
 
+FIELDS = Plan.fields()
 TARGET = tiny_target(num_layers=2)
 DRAFTER = tiny_drafter(TARGET, target_layer_ids=(0,))
 
@@ -51,16 +52,25 @@ def test_a_plan_is_frozen_and_hashable() -> None:
     assert plan != Plan(block=5)
 
 
+def test_every_field_that_a_plan_may_leave_open_has_a_choice() -> None:
+    automatic = {name for name, field in FIELDS.items() if field.automatic}
+    assert {name for name, _ in AUTOMATIC} == automatic | {"kernels"}  # "auto" may stay
+
+
 def test_a_folder_may_be_given_as_a_path() -> None:
     plan = Plan(prefix_cache=1, prefix_folder=Path("a/b"))
-    assert Plan.from_json(plan.to_json()) == plan == Plan(prefix_cache=1, prefix_folder="a/b")
+    assert Plan.parse(plan.to_json()) == plan == Plan(prefix_cache=1, prefix_folder="a/b")
 
 
 def test_numbers_may_be_numpys() -> None:
-    numbers = {"rows": np.int64(2), "mesh": (np.int32(2), 1), "min_survival": np.float32(0.5)}
+    numbers = {
+        "rows": np.int64(2),
+        "mesh": (np.int32(2), 1),
+        "confidence_threshold": np.float32(0.5),
+    }
     plan = Plan(**numbers, lookahead=np.int8(0))
-    assert plan == Plan(rows=2, mesh=(2, 1), min_survival=0.5, lookahead=0)
-    assert Plan.from_json(plan.to_json()) == plan
+    assert plan == Plan(rows=2, mesh=(2, 1), confidence_threshold=0.5, lookahead=0)
+    assert Plan.parse(plan.to_json()) == plan
 
 
 @settings(max_examples=50, deadline=None)
@@ -80,17 +90,18 @@ def test_numbers_may_be_numpys() -> None:
     )
 )
 def test_a_plan_survives_json(plan: Plan) -> None:
-    assert Plan.from_json(plan.to_json()) == plan
-    assert set(json.loads(plan.to_json())) == {f.name for f in dataclasses.fields(Plan)}
+    assert Plan.parse(plan.to_json()) == plan
+    assert set(plan.to_json()) == {f.name for f in dataclasses.fields(Plan)}
 
 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("rows", 0, "expected an integer of at least 1"),
+        ("rows", 0, "expected an integer of at least 1$"),
         ("rows", "two", "expected an integer of at least 1"),
         ("rows", True, "expected an integer of at least 1"),
-        ("max_length", 1, "expected an integer of at least 2"),
+        ("max_length", 1, "expected an integer of at least 2, or 0 for the default$"),
+        ("steps_per_call", -1, "expected an integer of at least 1, or 0 for the default$"),
         ("max_length", -5, "expected an integer of at least 2"),
         ("block", 1, "expected an integer of at least 2"),
         ("block", 2.5, "expected an integer of at least 2"),
@@ -98,10 +109,9 @@ def test_a_plan_survives_json(plan: Plan) -> None:
         ("stop_slots", 0, "expected an integer of at least 1"),
         ("memory_limit", -1, "expected an integer of at least 1"),
         ("lookahead", 2, "expected 0 or 1"),
-        ("exact", "no", "expected True or False"),
-        ("rings", 1, "expected True or False"),
-        ("weight_layout", "transposed", "expected one of auto, row_major, column_major, tiled"),
-        ("weight_layout", None, "expected one of auto, row_major, column_major, tiled"),
+        ("lookahead", True, "expected 0 or 1"),
+        ("exact", "no", "expected true or false"),
+        ("rings", 1, "expected true or false"),
         ("dtype", "int8", "expected one of auto, float32, bfloat16, float16"),
     ],
 )
@@ -110,30 +120,24 @@ def test_an_invalid_field_is_named(field: str, value: Any, expected: str) -> Non
         Plan(**{field: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("steps_per_call", -1, "at least 1, or 0 for the default"),
-        ("max_length", 1, "at least 2, or 0 for the default"),
-        ("rows", 0, "at least 1$"),
-        ("queue", True, "at least 1$"),
-    ],
-)
-def test_numbers_out_of_range_are_named(name: str, value: int, expected: str) -> None:
-    with pytest.raises(PlanError, match=rf"{name} is {value}; expected an integer of {expected}"):
-        Plan(**{name: value})
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3"])
-def test_a_stored_plan_is_one_json_object(text: str) -> None:
-    with pytest.raises(PlanError, match=r"the plan is (not JSON|\[1\]; expected|3; expected)"):
-        Plan.from_json(text)
-
-
-def test_unknown_fields_of_a_stored_plan_are_named() -> None:
-    stored = json.dumps(json.loads(Plan().to_json()) | {"blocks": 4})
-    with pytest.raises(PlanError, match="'blocks' is no field of a plan; did you mean 'block'"):
-        Plan.from_json(stored)
+def test_everything_wrong_in_a_stored_plan_is_named() -> None:
+    stored = Plan().to_json() | {"blocks": 4, "rows": 0, "mesh": [1], "colour": 1, "chunk": "8"}
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(stored, where="a.json")
+    assert str(caught.value).startswith(
+        "a.json: 'blocks' is no field of a plan; did you mean 'block'? 'colour' is no field of a"
+        " plan; known are rows, max_length, "
+    )
+    assert str(caught.value).endswith(
+        ". rows is 0; expected an integer of at least 1. mesh is (1,); expected two integers"
+        " (data, model), such as [1, 4]"
+    )
+    with pytest.raises(PlanError, match=r"^rows is 0; .* 1\. exact is 1; expected true or false$"):
+        Plan(rows=0, exact=1)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(PlanError, match=r"^a.json: mesh is \(2, 1\) for 1 rows; "):
+        Plan.parse({"mesh": "2x1"}, where="a.json")
+    with pytest.raises(PlanError, match=r"^got 3; expected an object with fields by name$"):
+        Plan.parse(3)  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": "bfloat16"},
     "weights": {"weights": "int8"},
     "stored": {"stored": (("target/head", (1, (("Q8_0", 64),))),)},
-    "weight_layout": {"weight_layout": "tiled"},
     "kv_dtype": {"kv_dtype": "int8"},
     "activations": {"activations": "float"},
     "kernels": {"kernels": "xla"},
@@ -187,8 +190,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "devices": {"devices": (0, 1)},
     "queue": {"queue": 3},
     "stop_slots": {"stop_slots": 3},
-    "call_odds": {"call_odds": False},
-    "min_survival": {"min_survival": 0.5},
+    "report_tool_call_margin": {"report_tool_call_margin": False},
+    "confidence_threshold": {"confidence_threshold": 0.5},
     "draft_window": {"draft_window": 64},
     "ngram": {"ngram": 5},
     "report_drafts": {"report_drafts": True},
@@ -300,44 +303,9 @@ def test_made_choices_stay() -> None:
         "chunk": 9,
         "steps_per_call": 3,
     }
-    layouts: tuple[WeightLayout, ...] = ("row_major", "column_major", "tiled")
-    for layout in layouts:
-        made: dict[str, Any] = {"dtype": "float16", "activations": "float"} | shape
-        made["weights"] = "float"
-        plan = Plan(memory_limit=10**9, weight_layout=layout, **made)
-        assert complete(plan, memory=1).to_json() == plan.to_json()
-
-
-def test_float_matrices_are_laid_out_for_blocks_where_vectors_are_256_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    wide, middling = (tiny_target(hidden_size=width) for width in (512, 256))
-
-    def chosen(vectors: str, platform: str = "cpu", target: Any = wide, **fields: Any) -> Any:
-        monkeypatch.setattr(
-            sys.modules["dflash_jax.graph.resolve"], "widest_vectors", lambda: vectors
-        )
-        plan = Plan(**{"kernels": "xla"} | fields)
-        return resolve(
-            plan, build_pair(target, None), platform=platform, memory=AMPLE
-        ).weight_layout
-
-    assert chosen("avx2") == "column_major"
-    assert chosen("avx2", dtype="bfloat16") == "column_major"
-    assert chosen("avx2", target=middling) == "tiled"
-    assert chosen("avx2", target=middling, dtype="bfloat16") == "row_major"
-    assert chosen("avx2", target=tiny_target()) == "row_major"
-    assert chosen("avx512f") == chosen("") == "row_major"  # not measured there
-    assert chosen("avx2", platform="gpu") == "row_major"
-    assert chosen("avx2", mesh=(1, 2)) == "row_major"
-    assert chosen("avx2", weights="int8", kernels="xla") == "row_major"
-    assert (
-        chosen("avx2", rows=8) == chosen("avx2", rows=4) == "column_major"
-    )  # times 8 tokens of a block
-    assert chosen("avx2", rows=9) == chosen("avx2", target=middling, rows=5) == "row_major"
-    assert chosen("avx2", exact=False) == "row_major"  # steps of one token
-    with pytest.raises(PlanError, match="it needs weights='float' and one device: leave it 'auto'"):
-        chosen("avx2", weights="int8", weight_layout="tiled")
+    chosen: dict[str, Any] = {"dtype": "float16", "activations": "float", "weights": "float"}
+    plan = Plan(memory_limit=10**9, kernels="xla", **chosen, **shape)
+    assert complete(plan, memory=1).to_json() == plan.to_json()
 
 
 def test_activations_are_quantised_where_native_kernels_multiply_quantised_weights(
@@ -366,32 +334,25 @@ def test_activations_are_quantised_where_native_kernels_multiply_quantised_weigh
 def test_native_kernels_are_chosen_where_they_can_be_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def chosen(platform: str = "cpu", **fields: Any) -> tuple[str, str]:
-        plan = resolve(
-            Plan(**fields), build_pair(tiny_target(), None), platform=platform, memory=AMPLE
-        )
-        return plan.kernels, plan.weight_layout
+    def chosen(platform: str = "cpu", **fields: Any) -> str:
+        pair = build_pair(tiny_target(), None)
+        return resolve(Plan(**fields), pair, platform=platform, memory=AMPLE).kernels
 
     module = sys.modules["dflash_jax.graph.resolve"]
     monkeypatch.setattr(module, "library", lambda: Library(Path("made.so")))
     for weights in ("float", "int8", "int4"):
-        assert chosen(weights=weights) == ("native", "interleaved")
-        assert chosen(weights=weights, kernels="xla") == ("xla", "row_major")
-        assert chosen(weights=weights, platform="gpu") == ("auto", "row_major")
-    assert chosen(dtype="bfloat16") == chosen(kernels="native") == ("native", "interleaved")
-    for layout in ("row_major", "column_major", "tiled"):  # layouts for XLA
-        assert chosen(weight_layout=layout) == ("auto", layout)
-    with pytest.raises(PlanError, match="weight_layout 'interleaved' is for native kernels"):
-        chosen(weight_layout="interleaved", kernels="xla")
+        assert chosen(weights=weights) == "native"
+        assert chosen(weights=weights, kernels="xla") == "xla"
+        assert chosen(weights=weights, platform="gpu") == "auto"
+    assert chosen(dtype="bfloat16") == chosen(kernels="native") == "native"
     for wrong, message in (
-        ({"weight_layout": "tiled"}, "interleaved matrices, not by 'tiled' ones; leave it 'auto'"),
         ({"mesh": (1, 2)}, "for a single CPU device, not for cpu or several"),
         ({"platform": "gpu"}, "for a single CPU device, not for gpu or several"),
     ):
         with pytest.raises(PlanError, match=f"kernels='native' cannot be used: .*{message}"):
             chosen(kernels="native", **wrong)
     monkeypatch.setattr(module, "library", lambda: Library(None, "there is no compiler"))
-    assert chosen(weights="int8") == chosen(weights="float") == ("auto", "row_major")
+    assert chosen(weights="int8") == chosen(weights="float") == "auto"
     with pytest.raises(PlanError, match="'native' cannot be used: there is no compiler; leave it"):
         chosen(weights="int8", kernels="native")
 

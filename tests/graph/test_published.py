@@ -14,18 +14,15 @@ import pytest
 
 from dflash_jax import Plan
 from dflash_jax.cli import main
-from dflash_jax.config import (
-    check_pair,
-    drafter_config,
-    read_drafter_config,
-    read_target_config,
-)
+from dflash_jax.config import check_pair
 from dflash_jax.errors import PlanError
+from dflash_jax.families.configs import drafter_config, read_drafter_config, read_target_config
 from dflash_jax.graph.keys import Step
-from dflash_jax.graph.memory import DEVICES, parameters, work
+from dflash_jax.graph.memory import parameters
 from dflash_jax.graph.resolve import resolve
+from dflash_jax.graph.roofline import DEVICES, work
 from dflash_jax.kernels.caches import RecurrentCache
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import planned, tiny_target
 
 H200 = DEVICES["H200"]

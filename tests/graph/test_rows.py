@@ -16,7 +16,7 @@ from dflash_jax.graph.steps.inputs import SegmentInputs, UpdateDrafterInputs
 from dflash_jax.graph.steps.pair import Observed
 from dflash_jax.graph.steps.rows import put_segment, take_segment
 from dflash_jax.kernels.caches import LayerCache, empty_cache
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
 CHUNK, SLOTS, START = 4, 16, 8

@@ -21,14 +21,14 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.running_request import RowSettings
 from dflash_jax.engine.sampling_params import SamplingParams
-from dflash_jax.engine.scheduler import make_rules
+from dflash_jax.engine.scheduler import RowOfRules, make_rules
 from dflash_jax.graph.state import RowRules
 from dflash_jax.graph.steps import sampling
 from dflash_jax.graph.steps.sampling import (
-    NEXT_BEST,
+    REPLACEMENT_TOKEN,
     TOKEN,
     choose_tokens,
-    next_best,
+    replacement_token,
     row_keys,
 )
 from dflash_jax.kernels.vocabulary import CHUNK
@@ -115,7 +115,7 @@ def test_keys_depend_on_seed_position_and_purpose_alone() -> None:
     rows = list(itertools.product((0, 1, 2**32 - 1, 2**32 + 1, 2**64 - 1), (0, 1, 77)))
     keys = {
         (row, purpose): tuple(key)
-        for purpose in (TOKEN, NEXT_BEST)
+        for purpose in (TOKEN, REPLACEMENT_TOKEN)
         for row, key in zip(rows, data(rows, purpose), strict=True)
     }
     assert len(set(keys.values())) == len(rows) * 2
@@ -170,7 +170,7 @@ def test_what_replaces_a_stop_token_has_its_law() -> None:
     )
     logits = jnp.broadcast_to(jnp.log(p), (rows, 1, 3))
     said = choose_tokens(logits, place, by_seed, sampled=True, kernels="xla")[:, 0]
-    instead = next_best(
+    instead = replacement_token(
         logits, said, jnp.zeros_like(place), place, by_seed, sampled=True, kernels="xla"
     )
     counts = np.bincount(np.asarray(instead)[np.asarray(said) == 0], minlength=3)
@@ -274,8 +274,9 @@ def test_a_row_without_filters_draws_alike_beside_rows_with_them(
 def test_the_narrowest_filters_leave_the_likeliest_token(filters: dict[str, Any]) -> None:
     wanted = Request(prompt=(1,), params=SamplingParams(**filters))
     plan = Plan(rows=1, max_length=8, block=2, chunk=2, stop_slots=1)
-    row = RowSettings(wanted, limit=9, speculates=True, choices=(), opening=-1)
-    p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [(row, True, 0)], {}))
+    settings = RowSettings(wanted, limit=9, speculates=True, choices=(), opening=-1)
+    row = RowOfRules(settings, decodes=True, drafts=0)
+    p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [row], {}))
     assert p.tolist() == [[[0, 1, 0]]]  # 30 / 2e-38 is infinite
 
 

@@ -53,13 +53,12 @@ def test_steps_are_made_under_any_settings(tiny: Engine, request: pytest.Fixture
     assert tiny.generate([1, 2, 3], max_tokens=9).token_ids == wanted
 
 
-def test_weights_are_set_weight_layout_under_any_settings(
+def test_weights_are_placed_under_any_settings(
     tiny: Engine, request: pytest.FixtureRequest
 ) -> None:
     params = jax.tree.map(np.asarray, tiny.params)
     request.getfixturevalue("disturbed")
-    plan = dataclasses.replace(tiny.plan, weight_layout="tiled")
-    assert Engine(Graph(tiny.graph.pair, plan), params).params["target"]["embed"].shape
+    assert Engine(Graph(tiny.graph.pair, tiny.plan), params).params["target"]["embed"].shape
 
 
 def test_a_ctrl_c_at_the_end_of_a_turn_lets_the_thread_trace_on(

@@ -13,12 +13,12 @@ import pytest
 from jax.sharding import Mesh
 
 from dflash_jax import Plan
-from dflash_jax.config.family import drafter_kinds
 from dflash_jax.errors import PlanError
+from dflash_jax.families import drafter_kinds
 from dflash_jax.graph import Graph
 from dflash_jax.graph.placement import device_mesh
 from dflash_jax.graph.resolve import resolve
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.networks import build_graph, build_pair
 from dflash_jax.testing import (
     AMPLE,
     planned,
@@ -117,8 +117,8 @@ def test_packed_weights_are_not_split() -> None:
 
 def test_a_plan_with_a_mesh_survives_json() -> None:
     plan = Plan(rows=4, mesh=(2, 2))
-    assert Plan.from_json(plan.to_json()) == plan
-    assert hash(plan) == hash(Plan.from_json(plan.to_json()))
+    assert Plan.parse(plan.to_json()) == plan
+    assert hash(plan) == hash(Plan.parse(plan.to_json()))
 
 
 @pytest.mark.soak

@@ -1,5 +1,7 @@
 """Compiled programs on disk: found without tracing, and only where nothing else would be traced."""
 
+import errno
+import functools
 import os
 import subprocess
 import sys
@@ -19,8 +21,7 @@ from dflash_jax.graph.steps import acceptance, decoding
 from dflash_jax.graph.stored import StoredPrograms, stored_programs
 from dflash_jax.nn.decoder import Attention
 from dflash_jax.testing import tiny_target
-from dflash_jax.utils import kept_files
-from dflash_jax.utils.kept_files import with_digest
+from dflash_jax.utils.store import Store
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
 KEY = ProgramKey(Step.CLEAR_ROWS)
@@ -119,23 +120,17 @@ def test_equal_texts_of_other_arguments_are_other_programs(folder: Path) -> None
     assert len([*folder.glob("*.program")]) == 3
 
 
-@pytest.mark.parametrize("damage", ["half", "flipped", "another's", "empty", "no pickle"])
-def test_a_damaged_file_is_removed_and_written_again(folder: Path, damage: str) -> None:
+def test_a_file_that_is_no_program_is_removed_and_written_again(folder: Path) -> None:
     programs = StoredPrograms(folder, {})
     program = Program(KEY, first, (NUMBER, NUMBER))
     compiled(programs, program)
     [path] = folder.glob("*.program")
-    whole = path.read_bytes()
-    contents = {
-        "half": whole[: len(whole) // 2],
-        "flipped": whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:],
-        "another's": with_digest("another", whole),
-        "empty": b"",
-        "no pickle": with_digest(path.stem, b"?"),
-    }
-    path.write_bytes(contents[damage])
-    assert compiled(programs, program)(jnp.float32(1), jnp.float32(2)) == 2
-    assert path.read_bytes() != contents[damage]
+    no_pickle = functools.partial(programs._programs.put, path.stem, [b"?"])
+    for damage in (functools.partial(path.write_bytes, b""), no_pickle):
+        damage()
+        damaged = path.read_bytes()
+        assert compiled(programs, program)(jnp.float32(1), jnp.float32(2)) == 2
+        assert path.read_bytes() != damaged
 
 
 def test_a_program_of_jaxs_cache_is_not_kept(
@@ -167,17 +162,14 @@ def test_jaxs_cache_neither_gives_nor_gets_these_programs(tmp_path: Path) -> Non
         jax.config.update(least, before)
 
 
-def test_the_files_used_least_recently_are_removed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled(StoredPrograms(folder, {}), Program(KEY, first, (NUMBER, NUMBER)))
-    [oldest] = folder.iterdir()
-    os.utime(oldest, (0, 0))
-    monkeypatch.setattr(kept_files, "BETWEEN", 1)
-    monkeypatch.setattr(stored, "MOST_BYTES", oldest.stat().st_size * 3 // 2)
-    compiled(StoredPrograms(folder, {}), Program(KEY, second, (NUMBER, NUMBER)))
-    assert not oldest.exists()
-    assert len([*folder.iterdir()]) == 1
+def test_a_full_disk_costs_only_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Store, "put", full)
+    program = Program(KEY, first, (NUMBER, NUMBER))
+    assert compiled(StoredPrograms(folder, {}), program)(jnp.float32(1), jnp.float32(2)) == 2
+    assert not [*folder.iterdir()]
 
 
 def test_programs_are_kept_where_jaxs_cache_is_and_only_on_processors(

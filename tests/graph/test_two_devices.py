@@ -13,7 +13,7 @@ from dflash_jax.errors import PlanError
 from dflash_jax.graph.memory import budget
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.graph.two_devices import devices
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import AMPLE, planned, tiny_drafter, tiny_target
 
 CASE = Path(__file__).with_name("two_devices_case.py")
@@ -64,7 +64,7 @@ def test_places_that_cannot_be_are_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"devices is \(0, 1\), but there is no drafter"):
         resolve(Plan(devices=(0, 1)), build_pair(tiny_target(), None), platform="cpu", memory=AMPLE)
     plan = Plan(devices=(0, 1))
-    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.parse(plan.to_json()) == plan
 
 
 def test_a_drafter_elsewhere_takes_none_of_the_target_s_memory() -> None:

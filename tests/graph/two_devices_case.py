@@ -75,11 +75,11 @@ def every(engine: Engine, prompts: list[list[int]]) -> dict[str, list[Any]]:
     return found | {
         "sampled": run(engine, prompts, temperature=1.0, seed=3),
         "shaped": run(engine, prompts, repetition_penalty=1.3, logit_bias={5: 2.0}),
-        "floor": run(
+        "min_tokens": run(
             engine,
             prompts,
             stop_token_ids=[stop],
-            recovery=Recovery(floor=8, below_floor="replace"),
+            recovery=Recovery(min_tokens=8),
         ),
     }
 

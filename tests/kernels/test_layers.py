@@ -17,7 +17,8 @@ from dflash_jax.kernels.native.layers import (
     drawn,
     gate,
     normalise,
-    rotate_pairs,
+    prepare_heads,
+    softcap,
     write_native,
 )
 from dflash_jax.nn import layers
@@ -166,19 +167,61 @@ def test_norms_divide_by_the_root_of_the_mean_square(shape: tuple[int, ...]) -> 
 def test_rotations_turn_pairs_by_their_tokens_angle(shape: tuple[int, ...]) -> None:
     x, angle = draw(*shape), draw(*shape[:2], shape[-1] // 2, seed=1)
     cos, sin = np.cos(angle), np.sin(angle)
-    found = rotate_pairs(x, cos, sin)
+    found = prepare_heads(x, None, cos, sin)
     np.testing.assert_allclose(found, rotate(x, cos, sin, "xla"), atol=2e-6)
     for b, t in np.ndindex(*shape[:2]):
         only = np.s_[b : b + 1, t : t + 1]
-        alone = rotate_pairs(x[only], cos[only], sin[only])
+        alone = prepare_heads(x[only], None, cos[only], sin[only])
         np.testing.assert_array_equal(alone[0, 0], found[b, t])
 
 
-WRITE = jax.jit(write_native, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0)
+def WRITE(cache: LayerCache, k: Any, v: Any, each: Any) -> LayerCache:
+    return write_native(cache, k[..., None, :], v[..., None, :], each)
 
 
 def places(width: int, *start: int) -> Positions:
     return Positions.of(jnp.array(start), width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("normed", "turned"), [(True, 20), (True, 0), (False, 12)])
+def test_heads_are_read_where_a_product_wrote_them(dtype: str, normed: bool, turned: int) -> None:
+    """Bit for bit as apart: norms, rotations, keys and values in the cache, and attention."""
+    groups, (_, cache, seen) = 2, attention(5, 2, 20, 24, dtype)
+    qkv, w = draw(2, 5, 3, groups + 2, 20), draw(groups + 1, 20, seed=1)
+    angle = draw(2, 5, turned // 2, seed=2)
+    cos, sin = (np.cos(angle), np.sin(angle)) if turned else (None, None)
+    live = np.random.default_rng(4).random((2, 5)) < 0.6
+    each = np.where(live, places(5, 3, 9).each, -1)
+    q, k, v = qkv[..., :groups, :], qkv[..., groups, :], qkv[..., groups + 1, :]
+    qk = qkv[..., : groups + 1, :]
+    if normed:
+        qk = np.asarray(normalise(qk, w, 1e-5))
+    if turned:
+        first = np.asarray(prepare_heads(qk[..., :turned], None, cos, sin))
+        qk = np.concatenate([first, qk[..., turned:]], axis=-1)
+    q, k = qk[..., :groups, :], qk[..., groups, :]
+    wanted = WRITE(jax.tree.map(jnp.copy, cache), k, v, each)
+    read = np.asarray(ATTEND(jnp.asarray(q), wanted, seen, None))
+
+    @jax.jit
+    def in_place(qkv: Any, cache: LayerCache) -> Any:
+        norm = (w, 1e-5) if normed else None
+        heads = prepare_heads(qkv, norm, cos, sin, live, count=groups + 1)
+        cache = write_native(cache, heads, heads, each, key=groups, value=groups + 1)
+        return attend_native(heads, cache, seen, None, live, scale=SCALE, groups=groups), cache
+
+    found, written = in_place(np.where(live[:, :, None, None, None], qkv, np.nan), cache)
+    np.testing.assert_array_equal(np.asarray(found)[live], read[live])
+    jax.tree.map(np.testing.assert_array_equal, written, wanted)
+
+
+def test_what_does_not_count_is_neither_read_nor_normed() -> None:
+    x, w = draw(3, 5, 40), draw(40, seed=1)
+    live = np.random.default_rng(4).random((3, 5)) < 0.6
+    found = normalise(np.where(live[..., None], x, np.nan), w, 1e-5, live)
+    np.testing.assert_array_equal(found[live], normalise(x, w, 1e-5)[live])
 
 
 @pytest.mark.parametrize("ring", [False, True], ids=["plain", "ring"])
@@ -238,6 +281,21 @@ def test_gates_of_dead_tokens_are_zeros_and_what_is_not_finite_stays_so() -> Non
     assert np.isfinite(found).sum() == found.size - 2
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 97), (2, 2, 70_000)])
+def test_caps_are_those_of_float64_and_alike_in_any_company(shape: tuple[int, ...]) -> None:
+    x = draw(*shape) * np.float32(40)
+    x.flat[0] = 1e-4
+    capped = np.asarray(jax.jit(functools.partial(softcap, cap=30.0))(x))
+    wanted = 30 * np.tanh(x.astype(np.float64) / 30)
+    np.testing.assert_allclose(capped, wanted, rtol=4e-7)
+    rows = x.reshape(-1, shape[-1])
+    for i, row in enumerate(rows):
+        alone = np.asarray(softcap(jnp.asarray(row[None]), 30.0))
+        np.testing.assert_array_equal(alone[0], capped.reshape(rows.shape)[i])
+    odd = np.asarray(softcap(jnp.array([[np.nan, np.inf, -np.inf, -0.0, 3e38]]), 2.0))[0]
+    np.testing.assert_array_equal(odd, [np.nan, 2, -2, 0, 2])
+
+
 def test_layers_use_the_kernels_that_they_are_given() -> None:
     q, cache, seen = attention(2, 1, 16, 24)
     x = draw(1, 2, 8)
@@ -252,7 +310,7 @@ def test_layers_use_the_kernels_that_they_are_given() -> None:
 
     assert lowered("native").count("@dflash_") == 4
     assert "@dflash_" not in lowered("xla")
-    assert all(f"@dflash_{name}" in lowered("native") for name in ("attend", "norm", "rotate"))
+    assert all(f"@dflash_{name}" in lowered("native") for name in ("attend", "norm", "heads"))
 
 
 def test_native_norms_give_each_familys_rounding() -> None:
@@ -291,7 +349,7 @@ def test_keys_that_do_not_fit_a_cache_are_not_written(wrong: str, dtype: str) ->
         v = v[:, :4]
     each = jnp.zeros((len(k), 4 if wrong == "positions" else 5), jnp.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="fit"):
-        jax.block_until_ready(write_native(cache, k, v, each))
+        jax.block_until_ready(write_native(cache, k[..., None, :], v[..., None, :], each))
 
 
 def drawn_from(

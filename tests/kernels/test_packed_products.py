@@ -2,7 +2,6 @@
 
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,12 @@ import pytest
 
 from dflash_jax.graph.build import jit
 from dflash_jax.kernels import products
+from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.pallas_products import COLUMNS, multiply
 from dflash_jax.nn.layers import project
 from dflash_jax.quant import layouts
 from dflash_jax.quant.formats import E2M1
-from dflash_jax.quant.layouts import KINDS, MATRIX, TABLE, ColumnMajor, Joined, Packed, Tiled
+from dflash_jax.quant.layouts import FLOAT, KINDS, MATRIX, TABLE, Interleaved, Joined, Packed
 from dflash_jax.testing import packed_bytes
 
 D, N = 512, 2 * COLUMNS
@@ -144,16 +144,9 @@ def test_a_rows_product_does_not_depend_on_the_other_rows() -> None:
     np.testing.assert_array_equal(product(x, w.arrays)[0], product(other, w.arrays)[0])
 
 
-def reordered(layout: str, *shape: int, dtype: str = "float32") -> Any:
-    drawn = np.random.default_rng(5).standard_normal(shape) / shape[0] ** 0.5
-    params = {"down": jnp.asarray(drawn.astype(jnp.dtype(dtype)))}
-    products.set_weight_layout(params, layout, {"down": MATRIX})
-    return params["down"]
-
-
 @pytest.mark.optimised
-@pytest.mark.parametrize("columns", [1, 2, 9])
-def test_a_narrow_weight_gives_a_token_the_same_bits_at_every_place(columns: int) -> None:
+@pytest.mark.parametrize("columns", [1, 2, 9, 762])
+def test_a_weight_gives_a_token_the_same_bits_at_every_place(columns: int) -> None:
     """A single column gates a shared expert; a matrix-vector product would fail here."""
     rng, multiply = np.random.default_rng(7), jit(project)
     w = jnp.asarray(rng.standard_normal((256, columns)), jnp.float32)
@@ -165,86 +158,22 @@ def test_a_narrow_weight_gives_a_token_the_same_bits_at_every_place(columns: int
     assert_near(jnp.asarray(out), x.astype(float) @ np.asarray(w).astype(float))
 
 
-@pytest.mark.optimised
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [("column_major", "float32"), ("column_major", "bfloat16"), ("tiled", "float32")],
-)
-def test_a_reordered_weight_gives_a_token_the_same_bits_at_every_place(
-    layout: str, dtype: str
-) -> None:
-    w, rng = reordered(layout, 768, 2, 381, dtype=dtype), np.random.default_rng(6)
-    multiply, drawn = jit(products.contract), rng.standard_normal((2, 8, 768))
-    token, found = drawn[0, 0].copy(), []
-    for place in range(16):
-        x = 10 * rng.standard_normal((16, 768))
-        x[place] = token
-        out = multiply(jnp.asarray(x.reshape(2, 8, 768).astype(jnp.dtype(dtype))), w)
-        found.append(np.asarray(out).reshape(16, -1)[place])
-    assert np.ptp(np.stack(found), axis=0).max() == 0
-    x = jnp.asarray(drawn.astype(jnp.dtype(dtype)))
-    full = np.asarray(w).astype(float)
-    assert_near(multiply(x, w), np.einsum("btd,dgn->btgn", np.asarray(x).astype(float), full))
-
-
-def test_a_column_major_weight_comes_first_in_its_product() -> None:
-    """XLA would transpose it if it saw how the result is used."""
-    w, x = reordered("column_major", 128, 256), inputs(8, "float32", 128)
-    made = jit(lambda x, w: jax.nn.silu(products.contract(x, w))).lower(x, w).compile()
-    assert re.search(r"f32\[256,8\]\{1,0\} dot\(", made.as_text())
-
-
-@pytest.mark.parametrize(("tokens", "tiled"), [(1, False), (2, True), (32, True), (33, False)])
-def test_tiles_are_for_the_few_tokens_of_a_block(tokens: int, tiled: bool) -> None:
-    w, x = reordered("tiled", 128, 40), inputs(tokens, "float32", 128)
-    multiply = jit(products.contract)
-    assert ("f32[3,128,16]" in multiply.lower(x, w).as_text("hlo")) is tiled
-    assert_near(multiply(x, w), np.asarray(x).astype(float) @ np.asarray(w).astype(float))
-
-
-def test_broad_matrices_are_column_major_where_others_are_tiled() -> None:
-    assert isinstance(reordered("tiled", 4, 2, 2048), Tiled)
-    assert isinstance(reordered("tiled", 4, 4097), ColumnMajor)
-
-
-@pytest.mark.parametrize(("layout", "kept"), [("column_major", ColumnMajor), ("tiled", Tiled)])
-def test_matrices_of_a_tree_are_reordered_in_place_and_back(layout: str, kept: type) -> None:
+@pytest.mark.skipif(not library(), reason="no native kernels are compiled here")
+def test_matrices_of_a_tree_are_interleaved_in_place_and_back() -> None:
     table, norm = jnp.arange(6.0).reshape(2, 3), jnp.ones(2)
     packed_one = packed("int8", 32, 8)
     tree = {"mlp": {"down": table, "o": packed_one}, "norm": norm, "embed": table}
     forms = {"mlp/down": MATRIX, "mlp/o": MATRIX, "embed": TABLE}
-    products.set_weight_layout(tree, layout, forms)
-    down = tree["mlp"]["down"]
-    assert isinstance(down, kept)
-    assert down.shape == (2, 3)
-    assert jax.tree.leaves(down)[-1].shape == {ColumnMajor: (3, 2), Tiled: (1, 2, 16)}[kept]
-    assert tree["norm"] is norm
-    assert tree["mlp"]["o"] is packed_one
-    np.testing.assert_array_equal(np.asarray(down), table)
-    ids = jnp.array([[2, 0]])
-    rows = products.gather(tree["embed"], ids, jnp.float32)
-    np.testing.assert_array_equal(rows[0], np.asarray(table).T[[2, 0]])
-    products.set_weight_layout(tree, "row_major", forms)
+    products.set_weight_layout(tree, forms, native=True)
+    for name, kind, shape in (("down", FLOAT, (2, 3)), ("o", "int8", (32, 8))):
+        made = tree["mlp"][name]
+        assert isinstance(made, Interleaved)
+        assert (made.kind, made.shape) == (kind, shape)
+    np.testing.assert_array_equal(np.asarray(tree["mlp"]["down"]), table)
+    products.set_weight_layout(tree, forms, native=False)
     np.testing.assert_array_equal(tree["mlp"]["down"], table)
-
-
-@pytest.mark.parametrize("layout", ["column_major", "tiled"])
-def test_small_matrices_that_were_just_read_are_reordered_without_compiling_anything(
-    layout: str,
-) -> None:
-    def tree(module: Any) -> dict[str, Any]:
-        rng = np.random.default_rng(0)
-        shapes = {"down": (48, 40), "qkv": (40, 2, 4, 8), "head": (40, 130)}
-        made = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-        return {"layers_0": {name: module.asarray(matrix) for name, matrix in made.items()}}
-
-    read, placed = tree(np), tree(jnp)
-    forms = {f"layers_0/{name}": MATRIX for name in read["layers_0"]}
-    with jax.no_tracing():
-        products.set_weight_layout(read, layout, forms)
-    products.set_weight_layout(placed, layout, forms)
-    assert jax.tree.structure(read) == jax.tree.structure(placed)
-    for ours, theirs in zip(*map(jax.tree.leaves, (read, placed)), strict=True):
+    assert jax.tree.structure(tree["mlp"]["o"]) == jax.tree.structure(packed_one)
+    for ours, theirs in zip(*map(jax.tree.leaves, (tree["mlp"]["o"], packed_one)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 

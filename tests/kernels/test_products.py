@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.converters.quants.stored import FORMATS, unpack_blocks
+from dflash_jax.converters.formats.quants.stored import FORMATS, unpack_blocks
 from dflash_jax.kernels.native import interleaved
 from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.native.layers import gate
@@ -31,12 +31,7 @@ BY_EXPERTS = jax.jit(multiply_by_experts)
 FLOATS = {"float32": 2e-6, "bfloat16": 2e-6, "float16": 2e-6}  # largest relative error
 MOST = {"sub": 64, "sub_low": 64, "zero": 16}  # bounds of unsigned numbers
 GROUPED = tuple(kind for kind in KINDS if kind != "int8")
-UNITS = {
-    "int8": 1,
-    "Q4_K": 256,
-    "Q5_K": 256,
-    "Q6_K": 256,
-}  # numbers that K is a multiple of; else 32
+UNITS = {kind: KINDS[kind].unit for kind in GROUPED} | {"int8": 1}  # K is a multiple of them
 ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 64, 65)
 
 
@@ -48,10 +43,17 @@ def packed(kind: str, depth: int, columns: int, seed: int = 1) -> Packed:
     """Return random weights of a kind, with every code and every scale that it can have."""
     rng = np.random.default_rng(seed)
     arrays = {}
+    bits = KINDS[kind].bits
     for name, (rows, dtype) in KINDS[kind].arrays(depth).items():
         if np.dtype(dtype).kind in "iu":
             low, high = (-128, 128) if dtype == "int8" else (0, MOST.get(name, 256))
+            if name == "codes" and KINDS[kind].spread == 1 and bits < 8:
+                low, high = 0, 1 << bits
             arrays[name] = rng.integers(low, high, (rows, columns)).astype(dtype)
+            if name == "codes" and KINDS[kind].numbers:
+                arrays[name] = np.array(KINDS[kind].numbers, np.int8)[arrays[name]]
+            if name == "high" and bits == 5:
+                arrays[name] &= np.uint8(0b01010101)
         else:
             arrays[name] = rng.standard_normal((rows, columns)).astype(dtype)
     return Packed(arrays, kind, (depth, columns))
@@ -60,7 +62,7 @@ def packed(kind: str, depth: int, columns: int, seed: int = 1) -> Packed:
 def floats(dtype: str, depth: int, columns: int, seed: int = 1) -> Interleaved:
     """Return random float weights in strips."""
     params = {"down": jnp.asarray(draw(depth, columns, seed=seed)).astype(dtype)}
-    set_weight_layout(params, "interleaved", {"down": layouts.MATRIX})
+    set_weight_layout(params, {"down": layouts.MATRIX}, native=True)
     return params["down"]
 
 
@@ -116,8 +118,7 @@ def expected(x: np.ndarray, w: Packed) -> np.ndarray:
     return (codes * scale.astype(np.float64)).reshape(len(x), -1) @ weights
 
 
-@pytest.mark.parametrize("columns", [1, 3, 33, 70])
-@pytest.mark.parametrize("depth", [1, 8, 15, 33, 200])
+@pytest.mark.parametrize(("depth", "columns"), [(1, 70), (8, 1), (15, 33), (33, 3), (200, 70)])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_float_products_are_those_of_float32(dtype: str, depth: int, columns: int) -> None:
     w, x = floats(dtype, depth, columns), draw(65, depth)
@@ -128,8 +129,9 @@ def test_float_products_are_those_of_float32(dtype: str, depth: int, columns: in
     np.testing.assert_allclose(found, exact, atol=limit)
 
 
-@pytest.mark.parametrize("columns", [1, 33, 70])
-@pytest.mark.parametrize("depth", [1, 31, 32, 33, 64, 65, 200])
+@pytest.mark.parametrize(
+    ("depth", "columns"), [(1, 70), (31, 33), (32, 1), (33, 70), (64, 33), (65, 1), (200, 70)]
+)
 def test_int8_products_are_exact_sums(depth: int, columns: int) -> None:
     w = packed("int8", depth, columns)
     x = draw(9, depth)
@@ -194,11 +196,10 @@ def test_int8_weights_are_multiplied_by_floats_on_request(depth: int, columns: i
     np.testing.assert_array_equal(found, alone)
 
 
-@pytest.mark.parametrize("columns", [1, 33, 70])
-@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize(("groups", "columns"), [(1, 33), (2, 1), (3, 70)])
 @pytest.mark.parametrize("kind", GROUPED)
 def test_other_products_quantise_each_32_activations(kind: str, groups: int, columns: int) -> None:
-    depth = groups * UNITS.get(kind, 64)
+    depth = groups * UNITS[kind]
     w = packed(kind, depth, columns)
     x = draw(9, depth)
     x[3] = 0
@@ -206,6 +207,17 @@ def test_other_products_quantise_each_32_activations(kind: str, groups: int, col
     found = MULTIPLY(x, interleaved.interleave(w))
     size = np.abs(x).max() * np.abs(dequantise(w.arrays, kind)).max()
     np.testing.assert_allclose(found, exact, atol=2e-6 * depth * size)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 65])
+@pytest.mark.parametrize("kind", ["Q5_0", "IQ4_NL"])
+def test_narrow_codes_give_the_bits_of_those_of_eight(kind: str, rows: int) -> None:
+    narrow = packed(kind, 224, 70)
+    codes = narrow.arrays["codes"] - np.int8(KINDS[kind].zero)
+    wide = Packed(narrow.arrays | {"codes": codes}, "Q8_0", narrow.shape)
+    x = draw(rows, 224)
+    found = MULTIPLY(x, interleaved.interleave(narrow))
+    np.testing.assert_array_equal(found, MULTIPLY(x, interleaved.interleave(wide)))
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", *KINDS])
@@ -235,6 +247,24 @@ def test_rows_of_zeros_are_zeros_wherever_they_are_and_change_no_others(kind: st
             found = np.asarray(MULTIPLY(np.where(live[:, None], x[:rows], -0.0), w))
             wanted = np.where(live[:, None], alone[:rows], 0)
             np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", *KINDS])
+def test_rows_that_do_not_count_are_not_read_and_nothing_is_added_to_them(kind: str) -> None:
+    """Columns for several threads, and an unfilled strip; rows of zeros count, too."""
+    w, x, onto = weights(kind, 256, 4099), draw(65, 256), draw(65, 4099)
+    x[::3, 7] *= 50
+    x[5] = 0
+    alone = np.concatenate([MULTIPLY(x[i : i + 1], w) for i in range(len(x))])
+    add = jax.jit(lambda x, w, onto, live: multiply(x, w, live=live, onto=onto))
+    rng = np.random.default_rng(0)
+    for rows in (1, 9, 17, 65):
+        live = rng.random(rows) < rng.choice([0.0, 0.2, 0.8])
+        given = np.where(live[:, None], x[:rows], np.nan)
+        found = np.asarray(multiply(given, w, live=live))
+        np.testing.assert_array_equal(found[live], alone[:rows][live])
+        wanted = np.where(live[:, None], onto[:rows] + alone[:rows], onto[:rows])
+        np.testing.assert_array_equal(add(given, w, onto[:rows], live), wanted)
 
 
 @pytest.mark.parametrize("kind", [*FLOATS, *KINDS])
@@ -289,16 +319,16 @@ def test_experts_that_do_not_exist_are_clipped_and_stacks_that_do_not_fit_refuse
 def test_stacks_are_laid_out_in_strips_and_back(dtype: str) -> None:
     given = draw(3, 10, 2, 21).astype(jnp.dtype(dtype))
     params, forms = {"mlp": {"experts_gate_up": given}}, {"mlp/experts_gate_up": layouts.STACK}
-    set_weight_layout(params, "interleaved", forms)
+    set_weight_layout(params, forms, native=True)
     made = params["mlp"]["experts_gate_up"]
     assert (made.shape, made.stacked) == (given.shape, True)
     abstract = abstract_stack(given.shape, FLOAT, given.dtype)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), made.arrays) == jax.tree.map(
         lambda a: (a.shape, a.dtype), abstract.arrays
     )
-    set_weight_layout(params, "interleaved", forms)
+    set_weight_layout(params, forms, native=True)
     assert params["mlp"]["experts_gate_up"] is made
-    set_weight_layout(params, "row_major", forms)
+    set_weight_layout(params, forms, native=False)
     np.testing.assert_array_equal(params["mlp"]["experts_gate_up"], given)
 
 

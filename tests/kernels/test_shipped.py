@@ -171,7 +171,7 @@ if sys.argv[1:]:
 import jax
 import numpy as np
 from dflash_jax.kernels.native.build import library
-from dflash_jax.kernels.native.layers import largest, normalise, rotate_pairs
+from dflash_jax.kernels.native.layers import largest, normalise, prepare_heads
 from tests.kernels import test_layers as layers
 from tests.kernels import test_products as products
 
@@ -183,7 +183,8 @@ for kind in ("float32", "bfloat16", *products.KINDS):
         bits.append(np.asarray(products.MULTIPLY(products.draw(rows, 512), w)).tobytes())
 x = products.draw(7, 100)
 angles = products.draw(1, 7, 50)
-rows = normalise(x, x[:1], 1e-6), largest(x)[0], rotate_pairs(x[None, :, None], angles, angles)
+rows = normalise(x, x[:1], 1e-6), largest(x)[0]
+rows += (prepare_heads(x[None, :, None], None, angles, angles),)
 for dtype in ("float32", "bfloat16", "int8"):
     q, cache, seen = layers.attention(4, 2, 40, 48, dtype)
     rows += (layers.ATTEND(q, cache, seen, None),)

@@ -17,14 +17,15 @@ import jax
 import numpy as np
 
 import dflash_jax as dj
+from dflash_jax import families
 from dflash_jax.cli import main as command
-from dflash_jax.config import DrafterConfig, drafter_config, target_config
-from dflash_jax.converters import families
+from dflash_jax.config import DrafterConfig
 from dflash_jax.converters.export import Weights, export
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import ConfigError
-from dflash_jax.models import build_pair
+from dflash_jax.families.configs import drafter_config, target_config
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_params
 
 TARGET: dict[str, Any] = {
@@ -152,7 +153,7 @@ def main(folder: Path) -> None:
         target_config(TARGET | {"model_type": "unheard"})
     except ConfigError as error:
         found["error"] = str(error)
-    found["exported"] = families.providing("to_hf")
+    found["exported"] = [name for name, other in families.target_families().items() if other.to_hf]
     found["trained"] = train(folder / "run")
     found["served"] = serve(*pair)
     print(json.dumps(found))

@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
-from dflash_jax.config import read_target_config, target_config
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import ConfigError
+from dflash_jax.families.configs import read_target_config, target_config
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_engine, scripted_engine, set_script, tiny_drafter
 

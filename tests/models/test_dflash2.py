@@ -12,12 +12,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan
-from dflash_jax.config import TargetConfig, drafter_config
-from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.config import TargetConfig
 from dflash_jax.converters import export
 from dflash_jax.converters.models import open_model
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
+from dflash_jax.families.configs import drafter_config
+from dflash_jax.families.dflash2 import DFlash2Config
+from dflash_jax.families.dflash2_net import DynamicConvolution
 from dflash_jax.graph import Graph
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import Step
@@ -25,8 +27,7 @@ from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.graph.state import RowRules, idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
-from dflash_jax.models import build_drafter, build_pair, build_target
-from dflash_jax.models.dflash2 import DynamicConvolution
+from dflash_jax.networks import build_drafter, build_pair, build_target
 from dflash_jax.testing import planned, random_params, tiny_drafter, tiny_target
 
 KINDS = [

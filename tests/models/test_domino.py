@@ -14,16 +14,16 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from dflash_jax import Plan
-from dflash_jax.config import drafter_config
-from dflash_jax.config.domino import DominoConfig
 from dflash_jax.converters import export
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import ConfigError
+from dflash_jax.families.configs import drafter_config
+from dflash_jax.families.domino import DominoConfig
 from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.state import idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
-from dflash_jax.models import build_drafter, build_pair
+from dflash_jax.networks import build_drafter, build_pair
 from dflash_jax.testing import planned, random_params, tiny_drafter, tiny_target
 
 TARGET = tiny_target(num_layers=2)
@@ -81,14 +81,14 @@ class Recorded:
 
     tokens: Any
     finite: Any
-    survival: Any = None
+    confidence: Any = None
 
 
 class Recorder(RowDraftSampler):
     """A sampler whose `draft` returns its arguments."""
 
     def draft(self, tokens: Any, finite: Any, **more: Any) -> Any:
-        return Recorded(tokens, finite, more.get("survival"))
+        return Recorded(tokens, finite, more.get("confidence"))
 
 
 def propose(config: DominoConfig, params: dict[str, Any]) -> list[int]:

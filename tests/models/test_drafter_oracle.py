@@ -12,11 +12,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import dflash_jax as dj
-from dflash_jax.config import check_pair, read_drafter_config, read_target_config
+from dflash_jax.config import check_pair
 from dflash_jax.engine.engine import Engine
+from dflash_jax.families.configs import read_drafter_config, read_target_config
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import Step
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import folder_params, planned, random_params, tiny_drafter, tiny_target
 
 CASES = (

@@ -13,19 +13,20 @@ import pytest
 from flax import struct
 from safetensors.numpy import save_file
 
-from dflash_jax import Plan
-from dflash_jax.config import DrafterConfig, drafter_config
-from dflash_jax.config.dspark import DSparkConfig
-from dflash_jax.converters import export, families
+from dflash_jax import Plan, families
+from dflash_jax.config import DrafterConfig
+from dflash_jax.converters import export
 from dflash_jax.converters.models import open_model
-from dflash_jax.converters.names import published
+from dflash_jax.converters.names import speculators
 from dflash_jax.converters.names.published import drafter_fields
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.families.configs import drafter_config
+from dflash_jax.families.dspark import DSparkConfig
 from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.state import idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
-from dflash_jax.models import build_drafter, build_pair
+from dflash_jax.networks import build_drafter, build_pair
 from dflash_jax.testing import planned, random_params, tiny_drafter, tiny_target
 
 TARGET = tiny_target(num_layers=2)
@@ -59,14 +60,14 @@ class Recorded:
 
     tokens: Any
     finite: Any
-    survival: Any = None
+    confidence: Any = None
 
 
 class Recorder(RowDraftSampler):
     """A sampler whose `draft` returns its arguments."""
 
     def draft(self, tokens: Any, finite: Any, **more: Any) -> Any:
-        return Recorded(tokens, finite, more.get("survival"))
+        return Recorded(tokens, finite, more.get("confidence"))
 
 
 def propose(config: DrafterConfig, params: dict[str, Any]) -> Any:
@@ -91,7 +92,7 @@ def test_the_heads_follow_their_formulas(kind: str) -> None:
     hidden, logits = backbone(config, params)
     found = propose(config, params)
     w = {k: np.asarray(v, np.float64) for k, v in params.items() if not isinstance(v, dict)}
-    previous, state, survival = 5, np.zeros(8), 1.0
+    previous, state, confidence = 5, np.zeros(8), 1.0
     for k in range(5):  # slot k holds the anchor or a mask, and predicts the next token
         e, h = w["markov_w1"][previous], hidden[k].astype(np.float64)
         if kind == "vanilla":
@@ -105,8 +106,8 @@ def test_the_heads_follow_their_formulas(kind: str) -> None:
             state = sigmoid(keep) * state + (1 - sigmoid(keep)) * np.tanh(new)
             bias = np.tanh(out) @ w["markov_w2"]
         read = np.concatenate([h, e])
-        survival *= sigmoid(read @ w["confidence"] + w["confidence_bias"])[0]
-        np.testing.assert_allclose(found.survival[0, k], survival, atol=1e-5)
+        confidence *= sigmoid(read @ w["confidence"] + w["confidence_bias"])[0]
+        np.testing.assert_allclose(found.confidence[0, k], confidence, atol=1e-5)
         previous = int(np.argmax(logits[k] + bias))
         assert found.tokens[0, k] == previous
 
@@ -288,7 +289,7 @@ def test_speculators_configs_set_which_position_a_slot_predicts() -> None:
     }
 
     def read(**said: Any) -> bool:
-        fields, _ = published.published_fields(base | said, where="config.json")
+        fields, _ = speculators.published_fields(base | said, where="config.json")
         return drafter_config(fields).sample_from_anchor
 
     assert [read(), read(shift_label=False), read(shift_label=True)] == [False, False, True]
@@ -306,22 +307,22 @@ def test_speculators_configs_set_which_position_a_slot_predicts() -> None:
 def test_speculators_configs_advise_the_drafts_of_a_step() -> None:
     """Their first proposal method does; both layouts keep it."""
     config, _ = make(speculative_tokens=3)
-    fields = published.speculators_fields(config, "float32")
+    fields = speculators.speculators_fields(config, "float32")
     method = {"proposal_type": "greedy", "speculative_tokens": 3}
     assert fields["speculators_config"]["proposal_methods"] == [method]
-    read, _ = published.published_fields(fields, where="config.json")
+    read, _ = speculators.published_fields(fields, where="config.json")
     assert drafter_config(read).speculative_tokens == 3
     ours = drafter_fields(config, "float32")
     assert drafter_config(ours).speculative_tokens == 3
     for silent in None, {}, {"proposal_methods": []}, {"proposal_methods": [{}]}:
-        read, _ = published.published_fields(
+        read, _ = speculators.published_fields(
             fields | {"speculators_config": silent}, where="config.json"
         )
         assert drafter_config(read).speculative_tokens == 0
     for wrong in 0, -1, True, "3", 2.5:
         said = {"proposal_methods": [{"speculative_tokens": wrong}]}
         with pytest.raises(ConfigError, match=f"speculative_tokens is {wrong!r}; expected"):
-            published.published_fields(fields | {"speculators_config": said}, where="x")
+            speculators.published_fields(fields | {"speculators_config": said}, where="x")
 
 
 def test_an_unfilled_reduced_head_is_the_targets_rows(tmp_path: Path) -> None:
@@ -329,7 +330,7 @@ def test_an_unfilled_reduced_head_is_the_targets_rows(tmp_path: Path) -> None:
     ids = np.sort(np.random.default_rng(0).choice(97, 40, replace=False))
     params["d2t"] = (ids - np.arange(40)).astype(np.int32)
     params["head"] = np.asarray(TABLE).T[:, ids]
-    fields = published.speculators_fields(config, "float32")
+    fields = speculators.speculators_fields(config, "float32")
     (tmp_path / "config.json").write_text(json.dumps(fields))
     filled = stored(config, params)
     for head in ({"lm_head.weight": np.full((40, 32), np.nan, np.float32)}, {}):

@@ -16,21 +16,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
-from dflash_jax.config import (
-    check_pair,
-    paired,
-    read_drafter_config,
-    read_target_config,
-    target_config,
-)
-from dflash_jax.config.gemma4 import Gemma4Config
+from dflash_jax.config import check_pair, paired
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError
+from dflash_jax.families.configs import read_drafter_config, read_target_config, target_config
+from dflash_jax.families.gemma4 import Gemma4Config
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.state import DecodeState, commit
-from dflash_jax.models import build_drafter, build_pair
+from dflash_jax.networks import build_drafter, build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
     folder_params,
@@ -306,8 +301,8 @@ def test_programs_follow_taps_at() -> None:
         keys = [pair.key(step) for step in (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)]
         for key in [ProgramKey(Step.FORCED_TOKENS), *keys]:
             step: Any = programs[key].function
-            assert step.args[0].taps_at == used
-        assert dj.Plan.from_json(plan.to_json()) == plan
+            assert step.args[0].options.taps_at == used
+        assert dj.Plan.parse(plan.to_json()) == plan
 
 
 # -- bad input --------------------------------------------------------------------------------

@@ -13,15 +13,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import Plan
-from dflash_jax.config import SLIDING, read_target_config, target_config
-from dflash_jax.config.gpt_oss import GptOssConfig
-from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
+from dflash_jax.config import SLIDING
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names.published import fields
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import build_pair
-from dflash_jax.models.gpt_oss import clamped
+from dflash_jax.families.configs import read_target_config, target_config
+from dflash_jax.families.gpt_oss import GptOssConfig
+from dflash_jax.families.gpt_oss_net import clamped
+from dflash_jax.families.qwen3_moe import Qwen3MoeConfig
+from dflash_jax.networks import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
     folder_params,

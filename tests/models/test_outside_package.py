@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.config import family
+from dflash_jax import families
 
 PACKAGE = Path(__file__).with_name("toy_models")
 ENTRY_POINTS = """
@@ -72,23 +72,34 @@ def test_a_package_adds_a_family_and_a_kind_that_load_generate_convert_and_train
 
 def test_a_registered_family_is_known_until_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PACKAGE.parent)
-    monkeypatch.setattr(family, "_OTHERS", {})
     try:
         dj.register("toy", "toy_models.toy")
-        assert family.family_of("toy") == "toy"
-        assert family.gguf_architectures()["toy-lm"] == "toy"
+        toy = families.family("toy")
+        assert families.gguf_architectures()["toy-lm"] == "toy"
         with pytest.raises(dj.ConfigError, match="there is a family or kind 'toy' already"):
-            dj.register("toy", "toy_models.toy")
+            dj.register("toy", toy)
         with pytest.raises(dj.ConfigError, match="'toy' and 'again' both claim"):
-            dj.register("again", "toy_models.toy")
+            dj.register("again", toy)
         with pytest.raises(dj.ConfigError, match="which another package provides for 'absent'"):
             dj.register("absent", "no_such_package")
         with pytest.raises(dj.ConfigError, match="has neither FAMILY nor DRAFTER"):
-            dj.register("empty", {"config": object()})
-        assert family.family_of("toy") == "toy"
-        assert set(family._OTHERS) == {"toy"}
+            dj.register("empty", "json")
+        with pytest.raises(dj.ConfigError, match="'number' is 5; expected a Family"):
+            dj.register("number", 5)  # type: ignore[arg-type]
+        assert families.family_of("toy") == "toy"
+        assert not {"again", "absent", "empty", "number"} & {*families.target_families()}
     finally:
-        family._OTHERS.clear()
-        family._forget()
+        families._unregister("toy")
     with pytest.raises(dj.ConfigError, match="model_type 'toy' is not a target"):
-        family.family_of("toy")
+        families.family_of("toy")
+
+
+def test_the_table_of_families_says_what_their_files_declare() -> None:
+    for name, claim in families.BUILT_IN.items():
+        family = families.target_families()[name]
+        architectures = family.gguf.architectures if family.gguf is not None else ()
+        assert claim == (family.model_types, architectures), name
+    for name, claim in families.BUILT_IN_KINDS.items():
+        kind = families.drafter_kinds()[name]
+        assert claim == (kind.architectures, kind.projector_types), name
+        assert kind.config.kind == name

@@ -14,20 +14,20 @@ import pytest
 from safetensors.numpy import load_file
 
 import dflash_jax as dj
-from dflash_jax.config import read_target_config, target_config
-from dflash_jax.config.lfm2 import Lfm2Config
-from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names.published import fields
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
+from dflash_jax.families.configs import read_target_config, target_config
+from dflash_jax.families.lfm2 import Lfm2Config
+from dflash_jax.families.qwen3_5 import HybridConfig
 from dflash_jax.graph.build import compile_programs, jit
 from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.memory import budget
 from dflash_jax.graph.state import DecodeState, commit
 from dflash_jax.graph.steps.inputs import ForcedTokensInputs
 from dflash_jax.kernels.caches import LayerCache, RecurrentCache
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import (
     folder_params,
     planned,
@@ -300,7 +300,7 @@ def test_forced_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
             tokens[0, :n] = plain[at : at + n]
             count, anchor = np.array([n, 0], np.int32), np.array([plain[at + n], 0], np.int32)
             inputs = ForcedTokensInputs(
-                tokens, num_fed=count, forced=np.ones(len(count), bool), anchor=anchor
+                tokens, num_tokens=count, forced=np.ones(len(count), bool), anchor=anchor
             )
             state, _, _ = forced(engine.params, state, None, inputs)
             at += n

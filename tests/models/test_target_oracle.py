@@ -14,10 +14,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import dflash_jax as dj
-from dflash_jax.config import read_target_config
+from dflash_jax.families.configs import read_target_config
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.state import DecodeState, commit
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import folder_params, planned
 
 WITHIN = {"atol": 2e-4, "rtol": 0}

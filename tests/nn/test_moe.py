@@ -10,6 +10,7 @@ import pytest
 
 from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.native.interleaved import stack_floats
+from dflash_jax.kernels.native.layers import route
 from dflash_jax.nn.moe import (
     ExpertWeights,
     Tiles,
@@ -23,6 +24,9 @@ from dflash_jax.nn.moe import (
     top_then_softmax,
 )
 
+NATIVE = pytest.mark.skipif(
+    not library(), reason=f"there are no native kernels: {library().reason}"
+)
 FORMS = {"by_tile": by_tile, "by_all": by_all} | ({"by_row": by_row} if library() else {})
 
 
@@ -151,17 +155,45 @@ def test_a_non_finite_token_affects_no_other() -> None:
             np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(clean, 3, 0))
 
 
-def test_routers_weigh_before_or_after_choosing() -> None:
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=NATIVE)])
+def test_routers_weigh_before_or_after_choosing(native: bool) -> None:
     logits = np.random.default_rng(5).standard_normal((2, 3, 8)).astype(np.float32)
     soft = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     best = np.argsort(-logits, axis=-1)[..., :2]
     chosen = np.take_along_axis(soft, best, -1)
     for normalise, wanted in ((False, chosen), (True, chosen / chosen.sum(-1, keepdims=True))):
-        ids, p = softmax_then_top(jnp.asarray(logits), 2, normalise=normalise)
+        ids, p = softmax_then_top(jnp.asarray(logits), 2, normalise=normalise, native=native)
         np.testing.assert_array_equal(ids, best)
         np.testing.assert_allclose(p, wanted, rtol=1e-6)
-    ids, p = top_then_softmax(jnp.asarray(logits), 2)
+    ids, p = top_then_softmax(jnp.asarray(logits), 2, native=native)
     np.testing.assert_array_equal(ids, best)
     np.testing.assert_allclose(p, chosen / chosen.sum(-1, keepdims=True), rtol=1e-6)
-    ids, _ = top_then_softmax(jnp.zeros((1, 1, 8)), 3)
+    ids, _ = top_then_softmax(jnp.zeros((1, 1, 8)), 3, native=native)
     assert ids.tolist() == [[[0, 1, 2]]]  # ties: the lowest number first
+
+
+@NATIVE
+@pytest.mark.parametrize(("experts", "count"), [(4, 4), (8, 8), (60, 4), (5, 1)])
+@pytest.mark.parametrize("chosen_only", [False, True])
+def test_a_token_is_routed_alike_in_any_company(
+    experts: int, count: int, chosen_only: bool
+) -> None:
+    """JAX 0.12's softmax over four or eight numbers depends on the number of rows."""
+    logits = np.random.default_rng(6).standard_normal((40, experts)).astype(np.float32) * 3
+    together = route(jnp.asarray(logits), count, chosen_only=chosen_only)
+    for first, last in ((0, 1), (1, 3), (3, 7), (7, 20), (20, 40)):
+        some = route(jnp.asarray(logits[first:last]), count, chosen_only=chosen_only)
+        for part, whole in zip(some, together, strict=True):
+            np.testing.assert_array_equal(part, whole[first:last])
+
+
+@NATIVE
+def test_a_router_survives_logits_that_are_not_finite() -> None:
+    logits = np.zeros((4, 8), np.float32)
+    logits[1] = np.nan
+    logits[2, 3] = np.inf
+    logits[3, 0] = np.nan
+    ids, shares = route(jnp.asarray(logits), 3, chosen_only=True)
+    assert all(len(set(row)) == 3 and 0 <= min(row) <= max(row) < 8 for row in ids.tolist())
+    assert np.isfinite(shares[0]).all()
+    assert not np.isfinite(shares[1:]).all(axis=1).any()

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.config import RopeConfig, target_config
+from dflash_jax.config import RopeConfig
+from dflash_jax.families.configs import target_config
 from dflash_jax.nn.attention import inverse_frequencies, rope_tables, rotate
 
 DIM = 16

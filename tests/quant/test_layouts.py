@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dflash_jax.converters import quants
-from dflash_jax.converters.quants.stored import FORMATS, format_of, unpack_blocks
-from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.converters.formats import quants
+from dflash_jax.converters.formats.quants.stored import FORMATS, format_of, unpack_blocks
+from dflash_jax.converters.formats.quants.types import BY_NAME
 from dflash_jax.quant import layouts
 from dflash_jax.quant.formats import E2M1
 from dflash_jax.quant.layouts import FLOAT, HEAD, KINDS, MATRIX, TABLE
@@ -71,7 +71,7 @@ def test_every_type_that_can_be_read_has_a_format() -> None:
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "int4z"])
 def test_arrays_have_the_declared_rows_dtypes_and_bytes(kind: str) -> None:
     w = np.random.default_rng(1).standard_normal((512, 3)).astype(np.float32)
-    type_ = next((name for name in FORMATS if FORMATS[name][0] == kind), "")
+    type_ = next((name for name in FORMATS if kind in FORMATS[name]), "")
     arrays = (
         unpack_blocks(random_blocks(type_, 3, 512), type_, kind)
         if type_
@@ -83,7 +83,8 @@ def test_arrays_have_the_declared_rows_dtypes_and_bytes(kind: str) -> None:
     total = sum(a.nbytes for a in arrays.values())
     assert packed_bytes(kind, (512, 3)) == total
     bits = {"int8": 8, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q6_K": 6.5625}
-    bits |= {"Q5_K": 6.625, "MXFP4": 4.5, "int8_16": 10, "int8_16_low": 12}
+    bits |= {"Q5_0": 8.5, "Q5_1": 9, "Q2_K": 5.125, "Q3_K": 4.5625, "Q5_K": 6.625}
+    bits |= {"IQ4_NL": 8.5, "IQ4_XS": 8.3125, "MXFP4": 4.5, "int8_16": 10, "int8_16_low": 12}
     scales = 3 * 4 if kind == "int8" else 0
     assert total == 512 * 3 * bits[kind] / 8 + scales
 

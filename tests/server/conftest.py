@@ -16,7 +16,7 @@ from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph import Graph
 from dflash_jax.loading import locate
-from dflash_jax.models import build_graph
+from dflash_jax.networks import build_graph
 from dflash_jax.server.access_log import LOGGERS
 from dflash_jax.server.keys import ApiKey, parse_keys, unique
 from dflash_jax.server.run import RunningServer, ServerConfig, serve
@@ -38,6 +38,7 @@ class LiveServer:
 
     running: RunningServer
     thread: threading.Thread
+    announced: threading.Event  # once it was ready
 
     @property
     def url(self) -> str:
@@ -90,11 +91,13 @@ def run_server(
         found.append(running)
         listens.set()
 
-    main = serve({"tiny": make} | (others or {}), listening, started=started)
+    announced = threading.Event()
+    engines = {"tiny": make} | (others or {})
+    main = serve(engines, listening, started=started, ready=announced.set)
     thread = threading.Thread(target=asyncio.run, args=(main,), daemon=True)
     thread.start()
     assert listens.wait(30)
-    live = LiveServer(found[0], thread)
+    live = LiveServer(found[0], thread, announced)
     while ready and not others and httpx.get(live.url + "/ready").status_code == 503:
         time.sleep(0.01)
     return live

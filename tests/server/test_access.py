@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error
+from benchmarks.audit.serve import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error
 from dflash_jax.cli import main
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
@@ -140,7 +140,7 @@ def test_a_key_opens_all_hosts_unless_some_are_named(random_tiny: Engine) -> Non
     with serving(random_tiny, api_keys=api_keys("secret")) as live:
         assert status(raw(live, *evil)) == 200
         assert status(raw(live, evil[0])) == 401
-    with serving(random_tiny, api_keys=api_keys("secret"), allowed_hosts=("box.example",)) as live:
+    with serving(random_tiny, api_keys=api_keys("secret"), allowed_host=("box.example",)) as live:
         assert status(raw(live, *evil)) == 403
         assert status(raw(live, "Host: box.example", evil[1])) == 200
 
@@ -272,7 +272,7 @@ def test_without_the_option_no_page_is_answered_in_a_way_that_it_can_read(live: 
 def test_pages_that_are_let_in_may_ask_first_and_read_every_answer(random_tiny: Engine) -> None:
     settings: dict[str, Any] = {"api_keys": api_keys("secret"), "max_body": 1000}
     with (
-        serving(random_tiny, cors=(PAGE,), **settings) as live,
+        serving(random_tiny, cors_origin=(PAGE,), **settings) as live,
         httpx.Client(base_url=live.url, timeout=60) as client,
     ):
         asked = {
@@ -318,7 +318,7 @@ def test_pages_that_are_let_in_may_ask_first_and_read_every_answer(random_tiny: 
 
 
 def test_refused_hosts_and_full_servers_can_be_read_by_pages(random_tiny: Engine) -> None:
-    with serving(random_tiny, cors=("*",)) as live:
+    with serving(random_tiny, cors_origin=("*",)) as live:
         page = {"Origin": PAGE}
         foreign = httpx.get(live.url + MODELS, headers=page | {"Host": "evil.example"})
         full = httpx.post(live.url + CHAT, json=ASK | {"n": 64}, headers=page, timeout=60)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 import dflash_jax as dj
-from benchmarks.audit.server import ABOUT, SCHEMA, TOOLS, work
+from benchmarks.audit.serve import ABOUT, SCHEMA, TOOLS, work
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import LiveServer, run_server
 

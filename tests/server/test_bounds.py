@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES
-from dflash_jax.server.generation import MOST_GRAMMAR
+from benchmarks.audit.serve import ASK, CHAT, COMPLETIONS, MESSAGES
+from dflash_jax.server.engine_options import MOST_GRAMMAR
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import LiveServer
 

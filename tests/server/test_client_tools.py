@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from dflash_jax.server.completions import ChatWriter, decode_chat
+from dflash_jax.server.freeform import FreeformInput, freeform_input
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.responses import ResponsesWriter, decode_responses
-from dflash_jax.server.tools import FreeformInput, freeform_input
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.test_replies import generation, replied, streamed
 

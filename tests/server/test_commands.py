@@ -169,7 +169,7 @@ def served(*words: str) -> ServeOptions:
 )
 def test_serve_reports_drafts_unless_told_otherwise(flags: list[str], reported: bool) -> None:
     options = served("--max-length", "64", *flags)
-    assert configuration._plan(options, None).report_drafts is reported
+    assert configuration.planned(options, None).report_drafts is reported
 
 
 def test_serve_sets_the_time_that_a_grammar_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +184,38 @@ def test_serve_sets_the_time_that_a_grammar_may_take(monkeypatch: pytest.MonkeyP
     options.check(options)
     assert serve.run(options) == 0
     assert [engine.core.grammars.seconds for engine in opened] == [7.0, 7.0]
+
+
+def test_serve_records_turns_to_a_new_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    opened: list[Any] = []
+
+    async def open_all(engines: dict[str, Any], *given: Any, **more: Any) -> None:
+        opened.extend(make() for make in engines.values())
+
+    monkeypatch.setattr("dflash_jax.server.run.serve", open_all)
+    path = tmp_path / "turns.jsonl"
+    options = parser().parse_args(["serve", "--port", "0", "--record", str(path)])
+    options.check(options)
+    assert serve.run(options) == 0
+    assert opened[0].core.recorder is not None
+    opened[0].close()
+    assert path.read_text(encoding="utf-8").startswith('{"recording":1,')
+    with pytest.raises(RequestError, match=r"--record: .* exists; give the name of a new file"):
+        served("--record", str(path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["missing/turns.jsonl"], "there is no folder missing"),
+        (["turns", "--model", "second=tiny"], "--model cannot be used with --record"),
+        (["turns", "--hosts", "2"], "--hosts cannot be used with --record"),
+        (["turns", "--prefix-folder", "x"], "--prefix-folder cannot be used with --record"),
+    ],
+)
+def test_what_cannot_be_recorded_is_named(flags: list[str], expected: str) -> None:
+    with pytest.raises(RequestError, match=expected):
+        served("--record", *flags)
 
 
 def test_addresses_of_both_kinds_become_urls() -> None:
@@ -217,11 +249,10 @@ def test_rules_for_agents_are_on_and_the_environment_has_its_say(
     assert chosen() == (OFF, Recovery())
     assert chosen("--recovery", "all") == (Recovery(), Recovery())
     monkeypatch.setenv("DFLASH_MIN_TOKENS", "64")
-    monkeypatch.setenv("DFLASH_STALL_TOOL_PREFIX", "1")
-    for settings in chosen():
-        assert settings.floor == 64
-        assert settings.tool_prefix
-        assert not settings.runaway
+    monkeypatch.setenv("DFLASH_STALL_TOOL_PREFIX", "0")
+    rules = Recovery(floor=64, tool_prefix=False)
+    assert chosen() == (OFF, rules)
+    assert chosen("--recovery", "all") == (rules, rules)
     assert chosen("--recovery", "off") == (OFF, OFF)
     monkeypatch.setenv("DFLASH_MIN_TOKENS", "many")
     code, _, err = run("serve")
@@ -303,7 +334,7 @@ def test_a_chat_shows_no_headers_of_messages(capsys: pytest.CaptureFixture[str])
         tokenizer=harmony,
         plan=SimpleNamespace(max_length=99),
         chat_ids=lambda talk: [0],
-        submit=lambda prompt, **options: stream,
+        submit=lambda prompt, params: stream,
     )
     chat.ChatSession(engine, parser().parse_args(["chat"])).send("Hi")
     assert capsys.readouterr().out == "Hm. Hello!\n"
@@ -328,7 +359,7 @@ def test_a_chat_prints_the_engines_text_where_markers_are_no_special_tokens(
         tokenizer=hermes,
         plan=SimpleNamespace(max_length=99),
         chat_ids=lambda talk: [0],
-        submit=lambda prompt, **options: stream,
+        submit=lambda prompt, params: stream,
     )
     session = chat.ChatSession(engine, parser().parse_args(["chat"]))
     session.send("Hi")

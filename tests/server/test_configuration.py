@@ -13,7 +13,7 @@ import pytest
 
 from dflash_jax.cli import main, parser
 from dflash_jax.errors import RequestError
-from dflash_jax.serve_options import FIELDS, KINDS, ServeOptions
+from dflash_jax.serve_options import ServeOptions
 from dflash_jax.server.configuration import accepted_keys
 
 FILE = """
@@ -88,8 +88,8 @@ def test_every_flag_of_the_server_can_be_in_a_file(write: Write) -> None:
         "lora": None, "tokenizer": None, "config": None, "cors_origin": ["http://a"],
         "allowed_host": ["a"], "api_key_file": None, "max_body": 10, "max_bodies": 10,
     }  # fmt: skip
-    for name in FIELDS:
-        value = samples.get(name, getattr(ServeOptions, name))
+    for name, field in ServeOptions.fields().items():
+        value = samples.get(name, field.default)
         if value is None:
             value = "tiny" if name == "name" else None
         if value is None:
@@ -99,7 +99,6 @@ def test_every_flag_of_the_server_can_be_in_a_file(write: Write) -> None:
         expected = tuple(value) if isinstance(value, list) else value
         if name != "port":
             assert getattr(options, name) == expected, name
-    assert KINDS.keys() == FIELDS.keys()
 
 
 @pytest.mark.parametrize(
@@ -110,14 +109,21 @@ def test_every_flag_of_the_server_can_be_in_a_file(write: Write) -> None:
         ("x = " + "[" * 5000, "cannot be read: "),
         ("prot = 8000", "'prot' is no option of `dflash-jax serve`; did you mean 'port'?"),
         ("port = 99999", "--port is 99999; expected an integer from 0 to 65535"),
-        ("port = 80.5", "port is 80.5; expected an integer"),
-        ("port = true", "port is True; expected an integer"),
-        ("quiet = 'yes'", "quiet is 'yes'; expected true or false"),
-        ("host = true", "host is True; expected a text"),
-        ("host = ['a']", "host is ['a']; expected a text"),
+        ("port = 80.5", "--port is 80.5; expected an integer from 0 to 65535"),
+        ("port = true", "--port is True; expected an integer"),
+        ("quiet = 'yes'", "--quiet is 'yes'; expected true or false"),
+        ("host = true", "--host is True; expected a text"),
+        ("host = ['a']", "--host is ['a']; expected a text"),
         ("rows = 0", "rows is 0"),
+        (
+            "rows = 0\nport = -1\nprot = 1",
+            "did you mean 'port'? rows is 0; expected an integer of at",
+        ),
+        ("rows = 0\nport = -1", "at least 1. --port is -1; expected an integer from 0 to 65535"),
+        ("model = [5]", "--model is (5,); expected a list of texts"),
+        ("temperature = inf", "--temperature is inf; expected a number from 0 to 1000000.0"),
         ("warm = 'hot'", "--warm is 'hot'; expected one of none, common, all"),
-        ("mesh = 'x'", "mesh is 'x'; expected two numbers"),
+        ("mesh = 'x'", "mesh is 'x'; expected two integers (data, model), such as [1, 4]"),
         ("[server]\nport = 8000", "has a table [server]; expected [model.NAME], [alias] or [keys]"),
         ("[model]\na = 5", "[model.a] has target 5 and drafter 'own'; expected texts"),
         ("[model.a]\ndrafter = 'own'", "[model.a] has target None"),

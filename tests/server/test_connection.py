@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from dflash_jax.server.http_connection import Connection, allow_comments
+from dflash_jax.server.http_connection import Connection
+from dflash_jax.server.http_responses import allow_comments
 
 ASKED = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 LENGTH = [(b"content-length", b"4")]

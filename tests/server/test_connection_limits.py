@@ -12,18 +12,11 @@ from typing import Any
 import pytest
 import uvicorn
 
-from dflash_jax.server import http_connection
-from dflash_jax.server.http_connection import (
-    MOST_CHUNKS,
-    MOST_LINES,
-    BoundedConnections,
-    Connection,
-    JsonPieces,
-    RateLimit,
-    most_connections,
-    report_loop_error,
-)
+from dflash_jax.server import http_connection, log_rate, open_connections
+from dflash_jax.server.http_connection import MOST_CHUNKS, Connection
+from dflash_jax.server.http_responses import JsonPieces
 from dflash_jax.server.listening import bind
+from dflash_jax.server.open_connections import BoundedConnections, most_connections
 
 HEALTH = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
@@ -213,7 +206,7 @@ def test_bytes_that_come_slowly_do_not_extend_the_time_of_headers(fast: None) ->
 def test_a_body_at_a_moderate_rate_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "CHECK_S", 0.02)
     monkeypatch.setattr(http_connection, "BODY_S", 0.1)
-    monkeypatch.setattr(http_connection, "SLOWEST", 1000)
+    monkeypatch.setattr(http_connection, "SLOWEST_BODY", 1000)
 
     async def send() -> bytes:
         async with listening(answer) as server:
@@ -298,19 +291,20 @@ def test_the_bound_is_below_the_limit_of_descriptors(
     resource = pytest.importorskip("resource", reason="this system has no limits of descriptors")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     found = most_connections()
-    assert found == most or (limit == 256 and 16 <= found <= 256 - http_connection.RESERVE)
+    assert found == most or (limit == 256 and 16 <= found <= 256 - open_connections.RESERVE)
 
 
 def test_a_kind_of_warning_is_logged_at_a_limited_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(http_connection.time, "monotonic", lambda: now)
-    limit = RateLimit()
+    monkeypatch.setattr(log_rate.time, "monotonic", lambda: now)
+    limit = log_rate.RateLimit()
 
     def passes(message: str, level: int = logging.WARNING) -> str:
         record = logging.LogRecord("a", level, "", 0, message, (1,), None)
         return record.getMessage() if limit.filter(record) else ""
 
-    assert [bool(passes("x %d")) for _ in range(MOST_LINES + 5)].count(True) == MOST_LINES
+    logged = [passes("x %d") for _ in range(log_rate.MOST_LINES + 5)]
+    assert sum(map(bool, logged)) == log_rate.MOST_LINES
     assert passes("y %d") == "y 1"
     assert passes("x %d", logging.INFO) == "x 1"
     now = 100.0
@@ -323,7 +317,7 @@ def test_errors_of_the_system_in_the_event_loop_have_no_traceback(
     loop = asyncio.new_event_loop()
     context = {"message": "accept failed", "exception": OSError(24, "Too many open files")}
     with caplog.at_level(logging.WARNING):
-        report_loop_error(loop, context)
+        log_rate.report_loop_error(loop, context)
     loop.close()
     [record] = [each for each in caplog.records if "accept failed" in each.getMessage()]
     assert "Too many open files" in record.getMessage()

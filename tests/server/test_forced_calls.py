@@ -8,7 +8,7 @@ import pytest
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.completions import decode_chat
-from dflash_jax.server.generation import structure_of
+from dflash_jax.server.output_structure import structure_of
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.response_store import ResponseStore

@@ -9,9 +9,10 @@ import pytest
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.completions import decode_chat
-from dflash_jax.server.prompt import ToolTurnCache, chat_prompt
+from dflash_jax.server.prompt import chat_prompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.responses import decode_responses
+from dflash_jax.server.tool_turns import ToolTurnCache
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
 from tests.test_tokenizer import read

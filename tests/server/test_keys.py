@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.audit.server import COMPLETIONS, RESPONSES
+from benchmarks.audit.serve import COMPLETIONS, RESPONSES
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.server import key_ring
@@ -307,7 +307,8 @@ def test_a_limit_of_a_key_is_answered_with_429_and_counts_until_the_end(
     body = {"prompt": "Hi", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=live.url, headers={"x-api-key": "a"}, timeout=60) as client:
         with client.stream("POST", COMPLETIONS, json=body) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # kept: an iterator that is dropped closes the connection
+            next(lines)
             refused = client.post(COMPLETIONS, json=ASK)
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == "1"

@@ -29,12 +29,12 @@ from dflash_jax.server.fields import MOST_STOP_IDS
 from dflash_jax.server.message_formats import messages_from_anthropic, messages_from_responses
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Middleware
-from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem, check_entries
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.server.served_models import ServerConfig
+from dflash_jax.server.tool_turns import ToolTurnCache
 from dflash_jax.server.tools import MOST_TOOLS
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils import interruption
@@ -358,18 +358,18 @@ def test_memory_is_given_back_after_large_bodies_once_for_several(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_back: list[tuple[str, Any]] = []
-    monkeypatch.setattr(middleware, "LARGE", 1000)
-    monkeypatch.setattr(middleware, "GIVE_BACK_S", 0.5)
+    monkeypatch.setattr(middleware, "LARGE_BODY", 1000)
+    monkeypatch.setattr(middleware, "TRIM_AFTER_S", 0.5)
     monkeypatch.setattr(
         middleware,
-        "give_back",
+        "trim_memory",
         lambda pools: given_back.append((threading.current_thread().name, pools)),
     )
     for content in ("x", "b" * 2000, "b" * 2000):
         assert not given_back
         httpx.post(live.url + "/tokenize", json={"content": content}, timeout=60)
     assert soon(lambda: len(given_back) > 0)
-    assert given_back == [("give-back", background.POOLS)]
+    assert given_back == [("trim-memory", background.POOLS)]
 
 
 @contextlib.contextmanager

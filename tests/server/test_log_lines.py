@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.audit.server import COMPLETIONS
+from benchmarks.audit.serve import COMPLETIONS
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server import access_log
 from dflash_jax.server.access_log import AccessRecord, JsonLines, Lines, log_to_stderr, text_of
 from dflash_jax.server.app import Server
-from dflash_jax.server.http_connection import LIMIT
+from dflash_jax.server.log_rate import LIMIT
 from dflash_jax.server.served_models import ServerConfig
 from tests.server.conftest import LiveServer, api_keys, run_server, twin
 

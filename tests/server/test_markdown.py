@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax.server.information import FOLDER
+from dflash_jax.server.web_page import FOLDER
 
 NODE = shutil.which("node")
 SCRIPT = Path(__file__).with_name("markdown.mjs")

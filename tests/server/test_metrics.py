@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.audit.server import COMPLETIONS
+from benchmarks.audit.serve import COMPLETIONS
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.serve_options import ServeOptions

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from benchmarks.audit.server import CHAT, COMPLETIONS, MESSAGES, PATHS, RESPONSES, is_error
+from benchmarks.audit.serve import CHAT, COMPLETIONS, MESSAGES, PATHS, RESPONSES, is_error
 from dflash_jax.server.anthropic import MessagesRequest, _input
 from dflash_jax.server.completions import ChatRequest, CompletionRequest, decode_chat
 from dflash_jax.server.conversation import parse_tool_calls
-from dflash_jax.server.information import DetokenizeRequest, TokenizeRequest
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.responses import ResponsesRequest
+from dflash_jax.server.token_routes import DetokenizeRequest, TokenizeRequest
 from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, parse_json
 from tests.server.conftest import LiveServer
 

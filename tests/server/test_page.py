@@ -9,8 +9,8 @@ import pytest
 
 from dflash_jax.cli import parser, serve
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server.information import CONTENT_TYPES, FOLDER
 from dflash_jax.server.run import ServerConfig
+from dflash_jax.server.web_page import CONTENT_TYPES, FOLDER
 from tests.server.conftest import LiveServer, api_keys, run_server, twin
 
 FILES = sorted(path.name for path in FOLDER.iterdir())
@@ -27,7 +27,7 @@ def closed(random_tiny: Engine) -> Iterator[LiveServer]:
     """A server with an API key and without the page."""
     live = run_server(
         lambda: twin(random_tiny),
-        ServerConfig(port=0, api_keys=api_keys("secret"), ui=False),
+        ServerConfig(port=0, api_keys=api_keys("secret"), no_ui=True),
         ready=False,
     )
     yield live
@@ -74,7 +74,7 @@ def test_no_other_file_can_be_requested(live: LiveServer) -> None:
 def test_the_page_needs_no_key_and_answers_no_other_host(random_tiny: Engine) -> None:
     live = run_server(
         lambda: twin(random_tiny),
-        ServerConfig(port=0, api_keys=api_keys("secret"), allowed_hosts=("box.example",)),
+        ServerConfig(port=0, api_keys=api_keys("secret"), allowed_host=("box.example",)),
         ready=False,
     )
     try:
@@ -98,14 +98,14 @@ def test_an_option_leaves_the_page_out(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
 
     async def note(engines: object, listening: ServerConfig, **more: object) -> None:
-        found.append(listening.ui)
+        found.append(listening.no_ui)
 
     monkeypatch.setattr("dflash_jax.server.run.serve", note)
     for words in ([], ["--no-ui"]):
         options = parser().parse_args(["serve", *words])
         options.check(options)
         assert serve.run(options) == 0
-    assert found == [True, False]
+    assert found == [False, True]
 
 
 def references(name: str) -> set[str]:

@@ -12,10 +12,10 @@ import pytest
 from dflash_jax.engine.vocabulary import opens_thought
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.completions import decode_chat, decode_completion
-from dflash_jax.server.generation import prepare
-from dflash_jax.server.prompt import EncodedPrompt, ToolTurnCache, chat_prompt
+from dflash_jax.server.prompt import EncodedPrompt, chat_prompt, prepare
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
+from dflash_jax.server.tool_turns import ToolTurnCache
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
 from tests.server.conftest import LiveServer

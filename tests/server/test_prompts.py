@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.completions import (
-    decode_chat,
-)
+from dflash_jax.server.completions import decode_chat
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.prompt import ToolTurnCache, chat_prompt
+from dflash_jax.server.prompt import chat_prompt
 from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.reply import ToolCall
 from dflash_jax.server.responses import decode_responses
+from dflash_jax.server.tool_turns import ToolTurnCache
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
 from tests.server.replies import CALL, asked

@@ -10,21 +10,21 @@ import pytest
 import tokenizers
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server import response_store
 from dflash_jax.server.completions import decode_chat, decode_completion
-from dflash_jax.server.generation import grammar_around
+from dflash_jax.server.conversation_store import ConversationStore, new_items
+from dflash_jax.server.output_structure import grammar_around
 from dflash_jax.server.prompt import (
     INFILL_TOKENS,
     EncodedPrompt,
-    ToolTurnCache,
     chat_prompt,
     infill_ids,
     text_prompts,
 )
-from dflash_jax.server.protocol import Problem
-from dflash_jax.server.response_store import ConversationStore, ResponseStore, new_items
+from dflash_jax.server.protocol import Problem, new_id
+from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.server.run import ServerConfig
+from dflash_jax.server.tool_turns import ToolTurnCache
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
 from tests.server.conftest import LiveServer, run_server, twin
@@ -42,7 +42,7 @@ def tokenizer(random_tiny: Engine) -> Tokenizer:
 @pytest.fixture(scope="module")
 def named(random_tiny: Engine) -> Iterator[LiveServer]:
     """A server that answers to any name."""
-    listening = ServerConfig(port=0, drain=2, aliases=(("claude-sonnet", "tiny"),), any_name=True)
+    listening = ServerConfig(port=0, drain=2, alias=("claude-sonnet=tiny",), serve_any_name=True)
     running = run_server(lambda: twin(random_tiny), listening)
     yield running
     running.openai.close()
@@ -139,7 +139,7 @@ def test_the_oldest_conversations_are_dropped_first() -> None:
     for i in (ids[0], ids[2]):
         store.delete(i)
     assert store.size == 0
-    assert response_store.new_id("conv_") != ids[0]
+    assert new_id("conv_") != ids[0]
 
 
 def test_items_without_text_are_refused_where_they_stand(live: LiveServer) -> None:

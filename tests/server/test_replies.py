@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
+from dflash_jax.engine.state_machine.announcements import introduces_call
 from dflash_jax.server.anthropic import MessagesWriter, decode_messages
 from dflash_jax.server.completions import (
     ChatWriter,
@@ -19,12 +20,13 @@ from dflash_jax.server.completions import (
     decode_completion,
 )
 from dflash_jax.server.generation import Generation
+from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import ResponsesWriter, decode_responses
 from dflash_jax.server.tools import parse_tools
-from dflash_jax.server.writer import chat_logprobs, completion_logprobs, encode, reused
+from dflash_jax.server.writer import all_cached_tokens, encode
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES, syntax_of
 from dflash_jax.tool_parsers.calls import joined
@@ -253,6 +255,60 @@ def test_a_stop_string_in_a_call_does_not_end_the_answer(tokenizer: Tokenizer, w
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     reply, _ = replied(tokenizer, TURN, asked(stop=("me",)), width=width)
     assert (reply.content, reply.calls, reply.finish_reason) == ("Let ", [], "stop")
+
+
+@pytest.mark.parametrize("width", [1, 1000])
+def test_a_call_in_a_code_fence_is_a_call_even_with_stop_strings(
+    tokenizer: Tokenizer, width: int
+) -> None:
+    said = 'I read it:\n```json\n{"name": "read_file", "arguments": {"path": "a.txt"}}\n```'
+    for fenced, stop in itertools.product((introduces_call, None), ((), ("path",))):
+        ids = tokenizer.encode(said, specials=False)
+        reply = Reply(0, asked(stop=stop), tokenizer, SYNTAXES["hermes"], fenced=fenced)
+        for piece in pieces(tokenizer, ids, width):
+            reply.push(piece)
+        reply.finish(Result(ids, said, "stop", Stats(prompt_tokens=5, output_tokens=len(ids))))
+        calls = [(call.name, call.arguments) for call in reply.done_calls]
+        if fenced:
+            assert calls == [("read_file", '{"path": "a.txt"}')]
+            assert (reply.content, reply.finish_reason) == ("I read it:", "tool_calls")
+        else:
+            assert calls == []
+            assert reply.content == (said.partition("path")[0] if stop else said)
+
+
+OBJECT = CALL.split("\n")[1]
+
+
+@pytest.mark.parametrize("width", [1, 1000])
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        pytest.param(f"I read it:\n```json\n{OBJECT}\n```", "I read it:", id="fenced"),
+        pytest.param(f"I read it:\n{CALL}\n", "I read it:", id="tagged"),
+        pytest.param(f"<think>\nhm\n</think>\n\nSo.\n{CALL}\n{CALL}", "So.", id="thought"),
+        pytest.param(f"An example:\n```json\n{OBJECT}\n```", None, id="example"),
+        pytest.param(f"So:\n```json\n{OBJECT}\n```\nIt is.", None, id="fence-within-text"),
+        pytest.param("So:\n```py\nx = 1\n```", None, id="code"),
+        pytest.param('{"name": "Ann", "age": 3}', None, id="object"),
+        pytest.param("<tool_call>\n{bad}\n</tool_call>", None, id="no-call"),
+    ],
+)
+def test_log_probabilities_of_a_message_are_those_of_the_tokens_that_it_shows(
+    tokenizer: Tokenizer, said: str, shown: str | None, width: int
+) -> None:
+    ids = tokenizer.encode(said, specials=False)
+    request = asked("responses", logprobs=0, stream=True)
+    reply = Reply(0, request, tokenizer, SYNTAXES["hermes"], fenced=introduces_call)
+    made = generation(reply, request)
+    made.model.engine = SimpleNamespace(tokenizer=tokenizer)
+    events = [reply.push(piece) for piece in pieces(tokenizer, ids, width, logprobs=True)]
+    events.append(reply.finish(Result(ids, said, "stop", Stats(output_tokens=len(ids)))))
+    chunks = streamed(ResponsesWriter(made), reply, events)
+    deltas = [chunk for chunk in chunks if chunk["type"] == "response.output_text.delta"]
+    tokens = "".join(entry["token"] for delta in deltas for entry in delta["logprobs"])
+    assert tokens.strip() == (shown or said)
+    assert "".join(delta["delta"] for delta in deltas) == (shown or said)
 
 
 def test_R19_a_whole_answer_leaves_out_what_a_loop_repeated(tokenizer: Tokenizer) -> None:
@@ -716,4 +772,4 @@ def test_cached_tokens_of_several_prompts_are_added_up() -> None:
         return SimpleNamespace(result=Result([], "", "stop", Stats(cached_tokens=n)))
 
     made = SimpleNamespace(request=asked(n=2), replies=[reply(n) for n in (0, 64, 128, 128)])
-    assert reused(cast(Generation, made)) == 64 + 128
+    assert all_cached_tokens(cast(Generation, made)) == 64 + 128

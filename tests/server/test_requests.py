@@ -342,10 +342,18 @@ def test_what_was_said_behind_a_call_is_of_the_same_turn() -> None:
 
 
 def test_recovery_takes_the_settings_for_loops() -> None:
-    given = {"runaway": "measured", "loop_tokens": 200, "repeated_calls": 0}
-    assert chat(recovery=given).recovery == Recovery(loop_tokens=200, repeated_calls=0)
-    assert chat(recovery={"runaway": True}).recovery == Recovery(runaway="compat")
-    with pytest.raises(Problem, match="loop_tokens is 'many'; expected an integer from 2"):
+    given = {"loops": False, "loop_tokens": 200, "repeated_calls": 0}
+    wanted = Recovery(loops=False, loop_tokens=200, repeated_calls=0)
+    assert chat(recovery=given).recovery == wanted
+    unknown = "'runaway' is no setting of recovery; known are floor, tool_prefix"
+    with pytest.raises(Problem, match=unknown):
+        chat(recovery={"runaway": True})
+    with pytest.raises(Problem, match=r"'runaway9' is no .*\. 9990 more are no setting"):
+        chat(recovery={f"runaway{i}": 1 for i in range(10_000)})
+    wrong = {"floor": -1, "loops": "maybe"}
+    with pytest.raises(Problem, match=r"^recovery: floor is -1; .* 0\. loops is 'maybe'; expected"):
+        chat(recovery=wrong)
+    with pytest.raises(Problem, match="loop_tokens is 'many'; expected an integer of at least 2"):
         chat(recovery={"loop_tokens": "many"})
 
 
@@ -380,11 +388,11 @@ def test_a_limit_of_minus_one_is_none() -> None:
         messages(max_tokens=-1),
     ]
     for request in asks:
-        assert resolve_max_tokens([1] * 10, request, most=100, default=16) == 90
+        assert resolve_max_tokens([1] * 10, request, max_length=100, default=16) == 90
     assert asks[4].echoed_fields["max_output_tokens"] is None
-    assert resolve_max_tokens([1] * 10, chat(), most=100, default=16) == 16
+    assert resolve_max_tokens([1] * 10, chat(), max_length=100, default=16) == 16
     with pytest.raises(Problem, match=r"prompt is too long: 100 tokens > 99 maximum;"):
-        resolve_max_tokens([1] * 100, completion, most=100, default=16)
+        resolve_max_tokens([1] * 100, completion, max_length=100, default=16)
 
 
 DOCUMENT = {

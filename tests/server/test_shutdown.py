@@ -15,7 +15,7 @@ import httpx
 import pytest
 import uvicorn
 
-from benchmarks.audit.server import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from benchmarks.audit.serve import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server import run as run_module
 from dflash_jax.server.run import ServerConfig

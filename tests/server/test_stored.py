@@ -8,16 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.audit.server import CHAT, COMPLETIONS, RESPONSES
+from benchmarks.audit.serve import CHAT, COMPLETIONS, RESPONSES
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server import app, information, response_store
+from dflash_jax.server import app, conversation_store, response_store, stored_routes
+from dflash_jax.server.conversation_store import ConversationStore
 from dflash_jax.server.protocol import Problem
-from dflash_jax.server.response_store import (
-    MOST_BYTES,
-    ConversationStore,
-    ResponseStore,
-    ResponseStores,
-)
+from dflash_jax.server.response_store import MOST_BYTES, ResponseStore, ResponseStores
 from dflash_jax.server.responses import ResponsesWriter
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import LiveServer, api_keys, run_server, twin
@@ -183,8 +179,8 @@ def test_the_event_loop_neither_decodes_nor_writes_what_clients_can_make_large(
         for place, names in (
             (response_store, ("decode", "encode")),
             (response_store, ("new_items",)),
-            (response_store, ("new_items",)),
-            (information, ("_parse", "_list")),
+            (conversation_store, ("new_items",)),
+            (stored_routes, ("_parse", "_list")),
             (app, ("sampling_params",)),
         ):
             for name in names:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.audit.server import ASK, CHAT, MESSAGES, send
+from benchmarks.audit.serve import ASK, CHAT, MESSAGES, send
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import StructureError
 from dflash_jax.graph import Graph
@@ -47,7 +47,7 @@ def trying(live: LiveServer) -> Iterator["concurrent.futures.Future[httpx.Respon
     threads = live.running.server.models[0].worker._structures
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, live, BOMB)
-        assert soon(lambda: threads._slow == 1)
+        assert soon(lambda: threads._num_later["slow"] == 1)
         yield answer
 
 
@@ -121,10 +121,10 @@ def test_hostile_structures_get_a_400_and_the_next_request_is_served(
 def test_a_request_gives_its_place_back_when_its_client_leaves(served: LiveServer) -> None:
     worker = served.running.server.models[0].worker
     with contextlib.closing(send(served.url, BOMB)):
-        assert soon(lambda: worker._structures._slow == 1)
+        assert soon(lambda: worker._structures._num_later["slow"] == 1)
         assert worker.active == 1
     assert soon(lambda: worker.active == 0)
-    assert worker._structures._slow == 1  # the trial continues
+    assert worker._structures._num_later["slow"] == 1  # the trial continues
     assert post(served, CHOICE).status_code == 200
     assert worker.active == 0
 
@@ -205,7 +205,7 @@ def test_refused_structures_do_not_count_as_slow_ones() -> None:
     assert all(isinstance(error, Problem) for job, error in refused if job > 0)
     opened.set()
     assert soon(lambda: len(prepared) == 2 * MOST_SLOW)
-    assert soon(lambda: threads._slow == threads._explained == 0)
+    assert soon(lambda: not any(threads._num_later.values()))
     threads.stop()
 
 
@@ -217,7 +217,7 @@ def test_the_fifth_refused_schema_is_refused_though_others_wait(served: LiveServ
     with trying(served) as bomb, concurrent.futures.ThreadPoolExecutor(MOST_SLOW) as pool:
         for schema in schemas[:MOST_SLOW]:
             pool.submit(post, served, ASK | {"guided_json": schema})
-        assert soon(lambda: threads._explained == MOST_SLOW)
+        assert soon(lambda: threads._num_later["refused"] == MOST_SLOW)
         for schema in schemas[MOST_SLOW:]:
             answer = post(served, ASK | {"guided_json": schema})
             assert answer.status_code == 400
@@ -258,6 +258,22 @@ def test_the_client_that_used_the_least_time_is_next() -> None:
     for _ in range(2):
         turns.add_time(turns.take()[0], 1.0)
     assert turns._used == {}
+
+
+def test_a_client_waits_for_two_of_those_that_came_before() -> None:
+    """Those that came before do not wait for more than as many newcomers."""
+    turns = Turns[int]()
+    for job in range(20):
+        turns.put(("host", f"host {job}"), job)
+    client, first = turns.take()
+    turns.put(("host", "host 99"), 99)
+    taken = [first]
+    for _ in range(20):
+        turns.add_time(client, 1.0)
+        client, job = turns.take()
+        taken.append(job)
+    assert taken.index(99) <= 2
+    assert all(taken.index(job) <= 2 * job for job in range(20))
 
 
 def test_what_goes_wrong_in_a_trial_is_told() -> None:

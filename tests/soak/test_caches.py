@@ -39,7 +39,7 @@ def test_attacks_and_accidents_cost_a_compilation_at_most(made: Caches, title: s
 
 
 def test_prompts_are_the_user_s(made: Caches) -> None:
-    assert made.prefixes(0o755).startswith("the user alone can read the ids")
+    assert made.prefixes(0o755).startswith("the user alone can read the entries")
     assert made.prefixes(0o777).startswith("nothing is written: PlanError")
 
 

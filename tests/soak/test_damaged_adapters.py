@@ -10,9 +10,9 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from dflash_jax.converters.hf import dequantised
+from dflash_jax.converters.formats.safetensors import open_safetensors
+from dflash_jax.converters.hf_quantised import dequantised
 from dflash_jax.converters.models import open_model
-from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.errors import DFlashError
 from tests.damage import damaged_tensors
 

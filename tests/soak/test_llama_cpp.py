@@ -16,15 +16,15 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.config import RopeConfig
-from dflash_jax.config.gemma3 import Gemma3Config
-from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.export import Weights, export
-from dflash_jax.converters.gguf.file import STRING
-from dflash_jax.converters.gguf.writer import Typed
+from dflash_jax.converters.formats.gguf.file import STRING
+from dflash_jax.converters.formats.gguf.writer import Typed
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.tree_source import TreeSource
-from dflash_jax.models import build_pair
+from dflash_jax.families.gemma3 import Gemma3Config
+from dflash_jax.families.smollm3 import SmolLM3Config
+from dflash_jax.networks import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
     random_params,

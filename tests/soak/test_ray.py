@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 import dflash_jax as dj
-from benchmarks.audit.server import work
+from benchmarks.audit.serve import work
 from dflash_jax.errors import RequestError
 from dflash_jax.ray import answers, app, decoder
 from dflash_jax.server.run import ServerConfig

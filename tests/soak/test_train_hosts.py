@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.converters.models import open_model
-from dflash_jax.trainer.training_hosts import free_ports
+from dflash_jax.utils.addresses import free_address
 
 pytestmark = pytest.mark.soak
 SETTINGS = ("answers=given", "held_out=0", "steps=40", "save_every=5")
@@ -41,8 +41,7 @@ def start(words: Sequence[str], err: Path, virtual: int = 0) -> subprocess.Popen
 @contextlib.contextmanager
 def pair(out: Path, *more: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two hosts as on two machines; their errors are in `out`.0.err and `out`.1.err."""
-    name, port = free_ports()
-    words = command(out, "--hosts", "2", "--coordinator", f"{name}:{port}", *more)
+    words = command(out, "--hosts", "2", "--coordinator", free_address(), *more)
     running = [start([*words, "--host", str(i)], errors(out, i)) for i in range(2)]
     try:
         yield running
@@ -129,10 +128,8 @@ def test_a_killed_host_ends_the_other_and_the_same_command_resumes(
         running[victim].kill()
         assert running[1 - victim].wait(BOUND) == 1
     said = errors(out, 1 - victim).read_text().splitlines()[-1]
-    assert said == (
-        f"dflash-jax: HostError: host {victim} is gone: it ended without a message; run the same"
-        " command to go on"
-    )
+    assert said.startswith(f"dflash-jax: HostError: host {victim} is gone: it ")
+    assert said.endswith("; run the same command to go on")
     assert {path.name for path in (out / "state").iterdir()} & {"10", "15"}
     with pair(out) as running:
         assert [process.wait(300) for process in running] == [0, 0], errors(out, 0).read_text()
@@ -192,10 +189,10 @@ def test_an_error_of_host_0_is_printed_by_both(folder: Path) -> None:
 
 
 def test_hosts_with_folders_of_their_own_are_refused(folder: Path) -> None:
-    name, port = free_ports()
+    address = free_address()
     outs = [folder / "a", folder / "b"]
     running = [
-        start([*command(out, "--hosts", "2", "--coordinator", f"{name}:{port}"), "--host", str(i)],
+        start([*command(out, "--hosts", "2", "--coordinator", address), "--host", str(i)],
               errors(out, i))
         for i, out in enumerate(outs)
     ]  # fmt: skip

@@ -450,6 +450,53 @@ def test_text_that_only_looks_like_a_call_is_text(family: str) -> None:
         assert parser.unreadable == 1
 
 
+OBJECT = '{"name": "read", "arguments": {"path": "x"}}'
+STOP = '{"name": "stop", "parameters": {}}'
+
+
+@pytest.mark.parametrize(
+    ("raw", "content", "paths"),
+    [
+        (f"```json\n{OBJECT}\n```", "", ["x"]),
+        (f"I do it:\n\n```\n{OBJECT}\n```\n", "I do it:", ["x"]),
+        (f"```json\n{OBJECT}", "", ["x"]),
+        (f"```tool_call\n{OBJECT}\n{STOP}\n```", "", ["x", None]),
+        (f"```json\n[{OBJECT},\n {STOP}]\n```", "", ["x", None]),
+        (f"```json\n{OBJECT}\n```\n\n```json\n{STOP}\n```", "", ["x", None]),
+        (f"```xml\n<tool_call>\n{OBJECT}\n</tool_call>\n```", "", ["x"]),
+        (f"```py\nx = 1\n```\n```json\n{OBJECT}\n```", "```py\nx = 1\n```", ["x"]),
+        (f"An example:\n```json\n{OBJECT}\n```", None, []),
+        (f"```json\n{OBJECT}\n```\nIt has 3 lines.", None, []),
+        (f"```json\n{OBJECT}\n```\n\n```py\nx = 1\n```", None, []),
+        (f"So ```json\n{OBJECT}\n```", None, []),
+        ('```json\n{"name": "other", "arguments": {}}\n```', None, []),
+        ('```json\n{"name": "read", "arguments": {}}\n```', None, []),  # no path
+        ('```json\n{"name": "read", "arguments": {"path": x}}\n```', None, []),
+        ('```json\n{"name": "read", "arguments": {"path": "x"}, "id": 3}\n```', None, []),
+        ('```json\n{"name": "Ann", "age": 3}\n```', None, []),
+        ("```json\n[]\n```", None, []),
+        (f"```json\n{OBJECT[:30]}", None, []),
+        ("```", None, []),
+    ],
+)
+@pytest.mark.parametrize("family", ["hermes", "qwen_xml", "gemma4"])
+def test_a_fence_that_ends_the_output_and_holds_only_calls_is_calls(
+    raw: str, content: str | None, paths: list[str | None], family: str
+) -> None:
+    tools = [Tool("read", {**TOOLS[0].parameters, "required": ["path"]}), TOOLS[1]]
+    for step in (1, 3, 1000):
+        pieces = [raw[i : i + step] for i in range(0, len(raw), step)]
+        for fenced in (lambda before: "example" not in before, None):
+            parser = OutputParser(SYNTAXES[family], tools, fenced=fenced)
+            _, said, calls, unfinished = read_by(parser, pieces)
+            wanted = paths if fenced else []
+            if content is not None and fenced is None and "<tool_call>" in raw:
+                continue  # whose tags are read wherever they are
+            assert [arguments.get("path") for _, arguments, _ in calls] == wanted
+            assert said == (content if fenced and content is not None else raw)
+            assert not unfinished
+
+
 @pytest.mark.parametrize("step", [1, 4, 1000])
 def test_the_arguments_of_the_only_tool_are_a_call_if_nothing_else_is_said(step: int) -> None:
     def said(raw: str, **options: bool) -> Read:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import dflash_jax as dj
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_params, tiny_target
 
 TARGET = tiny_target(num_layers=2, vocab_size=96, num_heads=8, num_kv_heads=4)

@@ -13,9 +13,17 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.networks import build_graph, build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
-from dflash_jax.trainer import blocks, drafter, features, initial_weights, objective, setup
+from dflash_jax.trainer import (
+    blocks,
+    drafter,
+    features,
+    initial_weights,
+    mask_token,
+    objective,
+    setup,
+)
 from dflash_jax.trainer.recipes import RECIPES, SMOKE, new_drafter
 
 PROMPTS = Path(dj.__file__).with_name("data") / "tiny/heldout.jsonl"
@@ -40,7 +48,9 @@ def test_a_chained_anchor_is_where_decoding_drafts_after_the_round_before(kind):
         chained=0.5,
     )
     model = setup.open_target("tiny", recipe)
-    config = new_drafter(recipe, model.config, setup.mask_token(model.tokenizer, model.config)[0])
+    config = new_drafter(
+        recipe, model.config, mask_token.mask_token(model.tokenizer, model.config)[0]
+    )
     pair = build_pair(model.config, config)
     params, _ = initial_weights.replaced(
         initial_weights.fresh(pair, 0), setup.read_start(Path("tiny"), config)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_jax.distributed import STOPPED
 from dflash_jax.ray import commands
 from dflash_jax.ray.commands import CommandProcess, follow, run_here
-from dflash_jax.trainer.exchange import STOPPED
 from dflash_jax.trainer.loop import StopFlag
 from dflash_jax.utils.command import TERMINATED
 
@@ -43,7 +43,7 @@ def test_a_host_that_outlives_a_failed_one_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It waits for hosts that will not come."""
-    monkeypatch.setattr(commands, "SILENCE", 2.0)
+    monkeypatch.setattr(commands, "PATIENCE", 2.0)
     waits = ["train", "--preset", "smoke", "--set", "devices=2", "--out", str(tmp_path / "run")]
     waits += ["--hosts", "2", "--host", "1", "--coordinator", "127.0.0.1:9"]
     running = [CommandProcess(WRONG), CommandProcess(waits)]

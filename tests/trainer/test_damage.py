@@ -1,7 +1,8 @@
 """Damaged files of a run: errors name what to remove, without a traceback."""
 
-import errno
-import os
+import dataclasses
+import shutil
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from dflash_jax.cli import main
 from dflash_jax.cli.train import draw
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.trainer import groups, rows, run
-from dflash_jax.trainer.features import FeatureStore
+from dflash_jax.trainer.feature_store import FeatureOrigin, FeatureStore, digest
 from dflash_jax.trainer.files import unless_refused
 from dflash_jax.trainer.recipes import SMOKE
 
@@ -44,42 +45,85 @@ def test_damaged_results_are_named(tmp_path: Path, content: str) -> None:
         run.measured(tmp_path, "tiny", [], SMOKE, print)
 
 
-def small_store(folder: Path) -> FeatureStore:
-    return FeatureStore(folder, dtype="float32", streams=2, width=4)
+ORIGIN = FeatureOrigin(
+    target="t", weights="float", taps=(1, 2), final=False, width=4, dtype="float32"
+)
+ROW = np.arange(3, dtype=np.int32)
 
 
 def filled_store(folder: Path) -> FeatureStore:
-    store, ids = small_store(folder), np.arange(3, dtype=np.int32)
-    store.add("x", [ids], store.rounded(np.ones((3, 2, 4), np.float32)), ids)
+    store = FeatureStore(folder, ORIGIN)
+    store.add("x", [ROW], store.bits(np.ones((3, 2, 4), np.float32)), ROW)
     return store
 
 
-@pytest.mark.parametrize("lost", ["about.json", "x.npy", "x.npz"])
-def test_a_damaged_feature_cache_is_named(tmp_path: Path, lost: str) -> None:
-    filled_store(tmp_path / "f").open()
-    (tmp_path / "f" / lost).write_bytes(b"{")
-    with pytest.raises(CheckpointError, match=r"f.* is damaged .*; remove it, and"):
-        small_store(tmp_path / "f").open()
+@pytest.mark.parametrize("lost", ["about.json", "*.npy", "*.npz"])
+def test_a_damaged_file_of_features_is_named(tmp_path: Path, lost: str) -> None:
+    [path] = filled_store(tmp_path / "f").open().folder.glob(lost)
+    path.write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=rf"{path.name} is damaged .*; remove it, and"):
+        FeatureStore(tmp_path / "f", ORIGIN).open()
 
 
-def test_a_feature_cache_of_another_shape_is_named(tmp_path: Path) -> None:
+def test_features_of_which_a_bit_has_changed_are_refused_by_name(tmp_path: Path) -> None:
+    store = filled_store(tmp_path / "f")
+    [path] = store.folder.glob("*.npy")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{path.name} is damaged .*checksum.*; remove it"):
+        store.open().read([digest(ROW)], 5)
+    path.unlink()
+    assert digest(ROW) not in store.open()  # and is made again
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target": "u"},
+        {"weights": "int8"},
+        {"taps": (1, 3)},
+        {"dtype": "bfloat16"},
+        {"final": True},
+    ],
+)
+def test_features_of_another_origin_are_not_found(tmp_path: Path, change: dict) -> None:
     filled_store(tmp_path / "f")
-    with pytest.raises(CheckpointError, match=r"is damaged .*'width': 4.*'width': 5"):
-        FeatureStore(tmp_path / "f", dtype="float32", streams=2, width=5)
+    other = FeatureStore(tmp_path / "f", dataclasses.replace(ORIGIN, **change))
+    assert digest(ROW) not in other.open()
+    assert digest(ROW) in FeatureStore(tmp_path / "f", ORIGIN).open()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kept_features_have_every_bit_of_their_dtype(tmp_path: Path, dtype: str) -> None:
+    store = FeatureStore(tmp_path, dataclasses.replace(ORIGIN, dtype=dtype))
+    values = np.random.default_rng(0).normal(size=(3, 2, 4)).astype(store.dtype)
+    store.add("x", [ROW], store.bits(values), ROW)
+    found, best = store.open().read([digest(ROW)], 5)
+    assert found.dtype == store.dtype
+    np.testing.assert_array_equal(found[0, :3], values)
+    np.testing.assert_array_equal(found[0, 3:], 0)
+    assert best.tolist() == [[0, 1, 2, 0, 0]]
 
 
 def test_a_full_disk_is_named_and_leaves_complete_parts_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def usage(path: object) -> types.SimpleNamespace:
+        return types.SimpleNamespace(free=9)
 
     store = filled_store(tmp_path / "f")
     before = sorted(store.folder.iterdir())
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(CheckpointError, match=r"No space left .* needs 20 bytes: free some space"):
-        store.add("y", [np.arange(1)], np.zeros((1, 2, 4), np.uint16), np.zeros(1))
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(CheckpointError, match=r"0.0 MB free; free some .* needs 36 bytes, and"):
+        store.add("y", [np.arange(1)], np.zeros((1, 2, 4), np.uint32), np.zeros(1))
     assert sorted(store.folder.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "f").touch()
+    with pytest.raises(CheckpointError, match=r"features could not be kept in .*f/.*; every token"):
+        FeatureStore(tmp_path / "f", ORIGIN)
 
 
 @pytest.mark.parametrize("log", [None, "", "{"])

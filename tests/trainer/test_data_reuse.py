@@ -20,27 +20,25 @@ def about(**changes: Any) -> dict[str, Any]:
 
 
 def finished(folder: Path) -> Path:
-    (folder / "features").mkdir(parents=True)
+    (folder / "features/origin").mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(about()))
-    for name in "rows.npz", "turns.jsonl", "features/about.json", "features/.half.partial":
+    for name in "rows.npz", "turns.jsonl", "features/origin/x.npy", "features/origin/.x.partial":
         (folder / name).write_text(name)
     return folder
 
 
-def test_answers_and_features_that_fit_are_taken(tmp_path: Path) -> None:
+def test_answers_are_taken_and_features_if_they_are_kept(tmp_path: Path) -> None:
     source = finished(tmp_path / "first")
     deeper = about(layers=3, draft_vocab=9, block=6, buckets=(Bucket(length=256, rows=9),))
     setup.check_reuse(source, deeper)
     for _ in range(2):  # a resumed run takes them again
-        setup.reuse_data(source, tmp_path / "deeper", deeper)
+        setup.reuse_data(source, tmp_path / "deeper", with_features=True)
     found = sorted(p.name for p in (tmp_path / "deeper").rglob("*") if p.is_file())
-    assert found == ["about.json", "rows.npz", "turns.jsonl"]
-    linked = (tmp_path / "deeper/features/about.json").stat()
+    assert found == ["rows.npz", "turns.jsonl", "x.npy"]
+    linked = (tmp_path / "deeper/features/origin/x.npy").stat()
     assert linked.st_nlink == 2  # no disk is used twice
-    tapped = about(taps=(1, 2))
-    setup.check_reuse(source, tapped)
-    setup.reuse_data(source, tmp_path / "tapped", tapped)
-    assert sorted(p.name for p in (tmp_path / "tapped").iterdir()) == ["rows.npz", "turns.jsonl"]
+    setup.reuse_data(source, tmp_path / "online", with_features=False)
+    assert sorted(p.name for p in (tmp_path / "online").iterdir()) == ["rows.npz", "turns.jsonl"]
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +48,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     source = finished(tmp_path / "first")
     monkeypatch.setattr(shutil, "copyfile", no_room)
     with pytest.raises(CheckpointError, match=r"second could not be written .*No space left"):
-        setup.reuse_data(source, tmp_path / "second", about())
+        setup.reuse_data(source, tmp_path / "second", with_features=True)
     assert not [*(tmp_path / "second").iterdir()]
 
 

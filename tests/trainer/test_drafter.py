@@ -14,7 +14,7 @@ from dflash_jax.graph.state import idle_rules
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.drafting import draft as draft_block
 from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import (
     planned,
     random_params,
@@ -66,7 +66,7 @@ def programs(kind: str, family: str = "qwen3") -> Any:
         inputs = PrefillInputs(prefix, count, fresh, rules)
         state, _, _ = steps.prefill(pair, params, state, None, inputs)
         state = dataclasses.replace(state, anchor=first)
-        wide = dataclasses.replace(pair, block=width)
+        wide = pair.with_options(dataclasses.replace(pair.options, block=width))
         _, _, draft = draft_block(wide, params, state, None, DecodeInputs(rules))
         at = (state.drafter, first, state.position, pair.shared(params), width - 1)
         hidden = pair.drafter_call(params, *at, method="predict")[0]

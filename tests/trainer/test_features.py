@@ -1,22 +1,25 @@
 """Features recorded while the target answers, and those of a separate pass."""
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.errors import CheckpointError
-from dflash_jax.models import build_pair
-from dflash_jax.models.recorder import Recorder
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.networks import build_pair
 from dflash_jax.plan import Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_hybrid, tiny_target
-from dflash_jax.trainer import features
-from dflash_jax.trainer.features import FeatureStore
+from dflash_jax.trainer import features, training
+from dflash_jax.trainer.feature_store import FeatureOrigin, FeatureStore
 from dflash_jax.trainer.groups import StageProgress
-from dflash_jax.trainer.recipes import Bucket
+from dflash_jax.trainer.recipes import SMOKE, Bucket, Schedule, recipe
+from dflash_jax.trainer.recorder import Recorder
 from dflash_jax.trainer.regenerate import AnswerPrompt, Recording, answer, local_decoder
 from dflash_jax.trainer.rows import Document, TokenRows, one_per_row
 from dflash_jax.trainer.setup import rounded
@@ -32,8 +35,13 @@ def test_a_cache_holds_two_taps_of_a_target() -> None:
     assert asked == [(1, 32, None)] * 2  # heads, width, window
 
 
-def store_in(folder: Path) -> FeatureStore:
-    return FeatureStore(folder, dtype="float32", streams=len(LAYERS), width=32)
+def store_in(folder: Path, weights: Weights = "float") -> FeatureStore:
+    return FeatureStore(
+        folder,
+        FeatureOrigin(
+            target="", weights=weights, taps=LAYERS, final=False, width=32, dtype="float32"
+        ),
+    )
 
 
 def target(config: TargetConfig) -> TargetModel:
@@ -49,12 +57,19 @@ def prompts(count: int) -> list[AnswerPrompt]:
 
 
 def passed(
-    store: FeatureStore, model: TargetModel, rows: list[TokenRows], weights: Weights = "float"
+    store: FeatureStore, model: TargetModel, rows: list[TokenRows], together: int = 3
 ) -> features.FeatureCache:
     drafter = tiny_drafter(model.config, target_layer_ids=LAYERS)
-    pair = build_pair(model.config, drafter)
-    how = {"weights": weights, "dtype": "float32", "keep": False, "report": lambda line: None}
-    return features.fill_cache(store, pair, model, rows, **how)
+    return features.fill_cache(
+        store,
+        build_pair(model.config, drafter),
+        model,
+        rows,
+        chosen=[np.arange(len(part.tokens)) for part in rows],
+        together=[together] * len(rows),
+        dtype="float32",
+        report=lambda line: None,
+    )
 
 
 @pytest.mark.exhaustive
@@ -73,7 +88,7 @@ def test_features_recorded_while_decoding_are_those_of_a_second_pass(
     """
     exact = target(tiny_hybrid(num_layers=4, recurrent=(True, False) * 2))
     model = rounded(exact, weights)
-    store = store_in(tmp_path / "decoded")
+    store = store_in(tmp_path / "decoded", weights)
     recording = Recording(store, LAYERS, 30)  # some rows are cut
     plain = answer(
         tmp_path / "a",
@@ -91,8 +106,8 @@ def test_features_recorded_while_decoding_are_those_of_a_second_pass(
     )
     assert [x.ids.tolist() for x in found] == [x.ids.tolist() for x in plain]
     rows = one_per_row(found, [Bucket(length=20, rows=1), Bucket(length=30, rows=1)], fill=0)
-    again = passed(store_in(tmp_path / "passed"), model, rows, weights)
-    cache = passed(store, model, rows, weights)
+    again = passed(store_in(tmp_path / "passed", weights), model, rows)
+    cache = passed(store, model, rows)
     assert not list(store.folder.glob(f"{features.PASS}*"))  # nothing was computed again
     for bucket, part in enumerate(rows):
         numbers = np.arange(len(part.tokens))
@@ -121,12 +136,12 @@ def test_quantised_features_of_a_step_are_those_of_the_cache(tmp_path: Path) -> 
     read = features.quantised_reader(pair, model, rows, weights="int8", **how)
     if read is None:
         pytest.skip("there are no native kernels on this processor")
-    cached = passed(store_in(tmp_path / "features"), model, rows, "int8")
+    cached = passed(store_in(tmp_path / "features", "int8"), model, rows)
     chosen = np.asarray([4, 1])
     found, expected = read.at(0, chosen), cached.at(0, chosen)
     np.testing.assert_array_equal(found.best, expected.best)
     for tap, other in zip(found.taps, expected.taps, strict=True):
-        np.testing.assert_allclose(tap, np.asarray(other, np.float32), atol=5e-3)
+        np.testing.assert_array_equal(tap, other)
 
 
 @pytest.mark.exhaustive
@@ -149,15 +164,14 @@ def test_recorded_features_survive_a_kill_at_every_point(tmp_path: Path) -> None
     assert len(whole) == 1 + 2 * 3
     lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
     # Killed after the part and before the answers, and between the two files of a part.
-    for lost in (), ("decoded.000001.npz",):
-        folder = tmp_path / f"killed{len(lost)}"
-        folder.mkdir()
+    for number, lost in enumerate((".npz.nothing", ".npz")):
+        folder = store_in(tmp_path / f"killed{number}").folder
         for name, content in whole.items():
-            if "000002" not in name and name not in lost:
+            killed = "000001" in name and name.endswith(lost)
+            if "000002" not in name and not killed:
                 (folder / name).write_bytes(content)
-        (folder / ".decoded.000001.npz.partial").write_bytes(b"half")
-        (tmp_path / f"{folder.name}.jsonl").write_text(lines[0] + lines[1][:5])
-        found = run(folder.name)
+        (tmp_path / f"killed{number}.jsonl").write_text(lines[0] + lines[1][:5])
+        found = run(f"killed{number}")
         assert {n: x for n, x in found.items() if not n.endswith("npz")} == {
             n: x for n, x in whole.items() if not n.endswith("npz")
         }
@@ -175,7 +189,7 @@ def test_a_second_pass_resumes_and_computes_no_part_twice(
     real = np.arange(16)[None] < rng.integers(4, 16, (9, 1))
     rows = [TokenRows(tokens, real, real)]
     monkeypatch.setattr(features, "PART_TOKENS", 32)
-    straight = passed(store_in(tmp_path / "straight"), model, rows).at(0, np.arange(9))
+    straight = passed(store_in(tmp_path / "straight"), model, rows, 2).at(0, np.arange(9))
     add, left = FeatureStore.add, [2]
 
     def full(self: FeatureStore, *arguments: object) -> None:
@@ -187,12 +201,79 @@ def test_a_second_pass_resumes_and_computes_no_part_twice(
     with monkeypatch.context() as patch:
         patch.setattr(FeatureStore, "add", full)
         with pytest.raises(CheckpointError, match="full"):
-            passed(store_in(tmp_path / "cut"), model, rows)
-    parts = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut").glob("*.np*")}
+            passed(store_in(tmp_path / "cut"), model, rows, 2)
+    parts = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut").glob("*/*.np*")}
     assert len(parts) == 4
-    resumed = passed(store_in(tmp_path / "cut"), model, rows).at(0, np.arange(9))
+    resumed = passed(store_in(tmp_path / "cut"), model, rows, 2).at(0, np.arange(9))
     jax.tree.map(np.testing.assert_array_equal, resumed, straight)
     assert {path: path.stat().st_mtime_ns for path in parts} == parts
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"loss": "kl"}, marks=pytest.mark.exhaustive),
+        pytest.param({"drafter_dtype": "bfloat16"}, marks=pytest.mark.exhaustive),
+        pytest.param({"parts": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"target_weights": "int8"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_training_from_kept_features_has_the_bits_of_training_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Epochs whose batches have other rows together."""
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, 96, (6, 24)).astype(np.int32)
+    real = np.arange(24)[None] < rng.integers(12, 24, (6, 1))
+    rows = [TokenRows(tokens, real, real)]
+    base = dataclasses.replace(
+        SMOKE,
+        taps=(0, 1),
+        anchors=4,
+        optimizer="adamw",
+        buckets=(Bucket(length=24, rows=4),),
+        schedule=Schedule(steps=6, rate=1e-2, save_every=6),
+        **settings,
+    )
+    model = rounded(target(tiny_target(num_layers=2)), base.target_weights)
+
+    def fitted(name: str, place: str) -> tuple[Any, list[tuple[float, float]]]:
+        out = tmp_path / name
+        chosen = dataclasses.replace(base, features=place)
+        found = training.fit(model, chosen, 96, rows, out, identity="", report=str)
+        log = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+        return found.params, [(line["loss"], line["gradient"]) for line in log]
+
+    expected, losses = fitted("without", "online")
+    monkeypatch.setattr(features, "PART_TOKENS", 64)
+    for name in "first", "second":
+        params, found = fitted(name, str(tmp_path / "features"))
+        assert found == losses
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+        monkeypatch.setattr(features, "target_features", None)  # the second reads what is there
+    [folder] = (tmp_path / "features").iterdir()
+    assert [*folder.glob("pass.*.npy")]
+
+
+def test_a_folder_of_features_is_absolute_and_no_part_of_a_runs_identity() -> None:
+    chosen = recipe("smoke", ["features=./kept"])
+    assert Path(chosen.features) == Path("kept").absolute()
+    assert chosen.settings == recipe("smoke").settings
+    assert recipe("smoke", ["features=cache"]).settings["features"] == "cache"
+    with pytest.raises(ConfigError, match="features is 'chache'; expected online, cache or a fold"):
+        recipe("smoke", ["features=chache"])
+
+
+def test_only_rows_that_were_not_kept_are_computed(tmp_path: Path) -> None:
+    model = target(tiny_target(num_layers=4))
+    tokens = np.random.default_rng(1).integers(0, 97, (5, 16)).astype(np.int32)
+    every = np.ones(tokens.shape, bool)
+    store = store_in(tmp_path)
+    for count in 2, 5:
+        passed(store, model, [TokenRows(tokens[:count], every[:count], every[:count])])
+    sizes = [len(np.load(path)["sizes"]) for path in store.folder.glob("*.npz")]
+    assert sorted(sizes) == [2, 3]
 
 
 def test_progress_lines_have_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from dflash_jax.cli import main
 from dflash_jax.converters import live
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.loading import open_pair
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_engine, random_params, tiny_target
 from dflash_jax.trainer import in_process
 from dflash_jax.trainer.run import write_huggingface
@@ -110,9 +110,16 @@ def test_the_command_makes_the_same_drafter(tmp_path: Path) -> None:
     settings = ["steps=2", "save_every=2", "new_tokens=8", "held_out=0", "buckets=64x4"]
     words = [word for setting in settings for word in ("--set", setting)]
     command = ["train", "--preset", "smoke", "--data", str(tmp_path / "data.jsonl"), *words]
+    kept = tmp_path / "features"
+    settings.append(f"features={kept}")
+    command += ["--set", settings[-1]]
     assert main([*command, "--out", str(tmp_path / "command")]) == 0
     prompts = [line["prompt"] for line in lines]
-    found = train("tiny", prompts, dj.recipe("smoke", settings), mask_id=None, out=tmp_path / "run")
+    parts = sorted(kept.rglob("*.np?"))
+    assert parts
+    recipe = dj.recipe("smoke", settings)
+    found = train("tiny", prompts, recipe, mask_id=None, out=tmp_path / "run")
+    assert sorted(kept.rglob("*.np?")) == parts
     files = [
         (tmp_path / name / "drafter" / "model.safetensors").read_bytes()
         for name in ("command", "run")

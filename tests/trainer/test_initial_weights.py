@@ -14,7 +14,7 @@ from dflash_jax.converters.models import open_model
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import resolve_here
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.networks import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
@@ -140,7 +140,7 @@ def test_a_drafter_that_starts_another_keeps_its_columns_for_common_tokens() -> 
 def test_draft_vocabularies_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="draft_vocab is 97, but the target has 97 tokens"):
         new_drafter(dataclasses.replace(SMOKE, draft_vocab=97), TARGET, 96)
-    with pytest.raises(ConfigError, match="initial is 'zeros'; expected one of fresh, layers"):
+    with pytest.raises(ConfigError, match="initial is 'zeros'; expected fresh or layers"):
         dataclasses.replace(SMOKE, initial="zeros")
 
 

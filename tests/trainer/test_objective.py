@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.nn.objective import distance as distance_of
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.trainer import objective

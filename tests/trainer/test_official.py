@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax.config import read_drafter_config, read_target_config
-from dflash_jax.models import build_pair
+from dflash_jax.families.configs import read_drafter_config, read_target_config
+from dflash_jax.networks import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, random_params, tiny_target
 from dflash_jax.trainer import drafter, features, run, training

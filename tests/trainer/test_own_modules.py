@@ -119,7 +119,7 @@ class OneByOne:
         self, params: Any, state: Any, anchor: Any, start: Any, shared: Any, sampler: Any
     ) -> Any:
         drafts = [anchor]
-        for place in range(sampler.places):
+        for place in range(sampler.num_drafts):
             choice = sampler.sample_one(params["table"][drafts[-1]], place, self.ids)
             drafts.append(self.ids[choice.index])
         return sampler.draft(jnp.stack(drafts[1:], axis=1), choice.finite), state
@@ -197,7 +197,7 @@ class Bare(OneByOne):
     init = None  # pyrefly: ignore
 
     def propose(self, params: Any, state: Any, anchor: Any, *rest: Any) -> Any:
-        return rest[-1].certain(jnp.repeat(anchor[:, None], rest[-1].places, axis=1)), state
+        return rest[-1].certain(jnp.repeat(anchor[:, None], rest[-1].num_drafts, axis=1)), state
 
 
 class Scalar(WithLoss):

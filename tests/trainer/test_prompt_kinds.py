@@ -11,16 +11,16 @@ import pytest
 import tokenizers
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.trainer import blocks, data, prompt_kinds, setup
 from dflash_jax.trainer.data import Example
+from dflash_jax.trainer.duplicates import DuplicateFilter
 from dflash_jax.trainer.prompt_kinds import FOLLOW_UP, KINDS
 from dflash_jax.trainer.recipes import SMOKE, Bucket, recipe
 from dflash_jax.trainer.rows import Document, one_per_row
-from dflash_jax.trainer.self_written import DuplicateFilter
 from dflash_jax.trainer.sources import TrainingData
 from dflash_jax.trainer.training import block_counts, startable
 from recipes.smollm2.__main__ import source

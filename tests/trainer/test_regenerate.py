@@ -14,7 +14,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.errors import ConfigError
 from dflash_jax.graph.keys import Variant
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.trainer import decoding, groups

@@ -29,6 +29,14 @@ def test_one_per_row_gives_each_document_its_row():
     assert len(rows.one_per_row([document(2, 0), document(2, 5)], BUCKETS, fill=9)[0].tokens) == 2
 
 
+def test_the_rows_that_steps_read_are_known_before_the_first_step():
+    packed = tuple(rows.one_per_row([document(8, i) for i in range(7)], BUCKETS, fill=9))
+    batches = rows.Batches(BUCKETS, packed, seed=1)
+    chosen = [batches.chosen(step)[1].tolist() for step in range(2)]
+    assert [x.tolist() for x in batches.read(2)] == [sorted(chosen[0] + chosen[1]), []]
+    assert batches.read(60)[0].tolist() == list(range(7))  # no epoch reads all of them
+
+
 def test_an_epoch_shows_every_full_batch_once_and_a_step_is_always_the_same():
     packed = tuple(rows.one_per_row([document(8, i) for i in range(6)], BUCKETS, fill=9))
     batches = rows.Batches(BUCKETS, packed, seed=1)

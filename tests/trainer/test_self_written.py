@@ -9,20 +9,15 @@ import pytest
 import tokenizers
 
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.trainer import decoding, setup, sources
 from dflash_jax.trainer.data import Example
+from dflash_jax.trainer.duplicates import DuplicateFilter, Likeness
 from dflash_jax.trainer.recipes import SMOKE, Bucket, Recipe, recipe
-from dflash_jax.trainer.self_written import (
-    DuplicateFilter,
-    Likeness,
-    UserHeader,
-    user_header,
-    write_turns,
-)
+from dflash_jax.trainer.self_written import UserHeader, user_header, write_turns
 from recipes.tiny import vocabulary
 
 RECIPE = dataclasses.replace(

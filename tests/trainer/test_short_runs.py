@@ -59,6 +59,7 @@ def test_pairing_by_prompt_leaves_the_spread_of_prompts_out_of_the_error() -> No
 def test_the_rows_of_all_rounds_are_joined_by_bucket() -> None:
     parts = [TokenRows(*(np.full((n, 4), n) for _ in range(3))) for n in (2, 3)]
     assert short_runs.joined(parts).tokens[:, 0].tolist() == [2, 2, 3, 3, 3]
+    assert short_runs.joined(parts, 2).tokens[:, 0].tolist() == [2, 3, 3]
 
 
 def test_lines_that_a_killed_process_began_do_not_count(tmp_path: Path) -> None:

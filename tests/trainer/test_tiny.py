@@ -9,7 +9,8 @@ import pytest
 
 from dflash_jax import Plan, load
 from dflash_jax.cli import main
-from dflash_jax.config import check_pair, read_drafter_config, read_target_config
+from dflash_jax.config import check_pair
+from dflash_jax.families.configs import read_drafter_config, read_target_config
 from dflash_jax.loading import load_target
 from dflash_jax.testing import folder_params
 from dflash_jax.trainer import data, evaluate, rows, run

@@ -18,12 +18,12 @@ import pytest
 
 import dflash_jax
 from dflash_jax import Plan, load_target
-from dflash_jax.config import read_drafter_config
 from dflash_jax.converters.models import open_model
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ComputeError, ConfigError, DFlashError
+from dflash_jax.families.configs import read_drafter_config
 from dflash_jax.loading import locate, open_pair
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.networks import build_graph, build_pair
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, planned, random_engine, random_params, tiny_target
@@ -383,7 +383,7 @@ def test_a_command_killed_again_and_again_ends_with_the_same_bytes(tmp_path):
 
 DEVICES = """
 import dataclasses, functools, jax, numpy as np
-from dflash_jax.models import build_pair
+from dflash_jax.networks import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.trainer import drafter
 from dflash_jax.trainer.training import Placement

@@ -18,7 +18,8 @@ from dflash_jax.graph.steps.rows import Segment
 from dflash_jax.plan import ResolvedPlan
 
 Ids = tuple[int, ...]
-TAKE, PUT = ProgramKey(Step.TAKE_SEGMENT), ProgramKey(Step.PUT_SEGMENT)
+TAKE = ProgramKey(Step.TAKE_SEGMENT)
+PUT = ProgramKey(Step.PUT_SEGMENT)
 Programs = Mapping[ProgramKey, Callable[..., Any]]
 
 
@@ -27,6 +28,7 @@ class PrefixStore:
 
     Args:
       identity: names everything that determines a segment's bits, for prefixes on disk.
+      hosts: processes that share the state.
 
     Raises:
       PlanError: a budget of the plan does not hold a single segment.
@@ -37,9 +39,12 @@ class PrefixStore:
         plan: ResolvedPlan,
         programs: Mapping[ProgramKey, Program],
         identity: Callable[[], str],
+        *,
+        hosts: int = 1,
     ):
         self._expected: Segment = programs[PUT].arguments[3].segment
-        self._slots, budget = plan.slots, plan.prefix_cache
+        self._slots = plan.slots
+        budget = plan.prefix_cache
         leaves = jax.tree.leaves(self._expected)
         size = sum(x.size * x.dtype.itemsize for x in leaves)
         self.cache = PrefixCache(chunk=plan.chunk, budget=budget, segment_bytes=size)
@@ -50,7 +55,7 @@ class PrefixStore:
                     " give at least that, or prefix_cache=0 to keep no prefixes"
                 )
         kinds = [(str(np.dtype(x.dtype)), tuple(x.shape)) for x in leaves]
-        self.disk = _open_disk(plan, identity, kinds) if plan.prefix_folder else None
+        self.disk = _open_disk(plan, identity, kinds, hosts) if plan.prefix_folder else None
 
     def prefetch(self, cursor: PromptCursor) -> None:
         """Begin to read chunks of a prompt that are on disk only; its row waits for them."""
@@ -67,23 +72,27 @@ class PrefixStore:
         if cursor.loading is not None:
             self._add_loaded(cursor, cursor.loading.result())
             cursor.loading = None
-        cache, fresh = self.cache, cursor.num_fed == 0
+        cache = self.cache
+        fresh = cursor.num_computed == 0
         cursor.node = cache.root_of(cursor.salt) if fresh else cursor.node
-        while cursor.use_cache and (node := cache.find(cursor.node, cursor.prompt, cursor.num_fed)):
+        while cursor.use_cache and (
+            node := cache.find(cursor.node, cursor.prompt, cursor.num_computed)
+        ):
             try:
-                self.check(node.segment, cursor.num_fed)
+                self.check(node.segment, cursor.num_computed)
             except SnapshotError:
                 cache.counters.refused += 1
                 cache.drop(node)
                 break
-            inputs = SegmentInputs(np.int32(row), np.int32(cursor.num_fed), node.segment)
+            inputs = SegmentInputs(np.int32(row), np.int32(cursor.num_computed), node.segment)
             state, _, _ = run[PUT](None, state, None, inputs)
-            cursor.node, cursor.num_fed = node, node.length
+            cursor.node = node
+            cursor.num_computed = node.length
             cursor.num_cached += cache.chunk
             cache.counters.hit_tokens += cache.chunk
         if fresh:
-            cache.counters.hits += cursor.num_fed > 0
-            cache.counters.misses += cursor.num_fed == 0
+            cache.counters.hits += cursor.num_computed > 0
+            cache.counters.misses += cursor.num_computed == 0
         return state
 
     def keep(
@@ -91,8 +100,9 @@ class PrefixStore:
     ) -> None:
         """Add the whole chunks that were just fed to a row, from `start` on, to the cache."""
         size = self.cache.chunk
-        for at in range(start, cursor.num_fed - size + 1, size):
-            chunk, node = cursor.prompt[at : at + size], cursor.node
+        for at in range(start, cursor.num_computed - size + 1, size):
+            chunk = cursor.prompt[at : at + size]
+            node = cursor.node
             if node is None or node.length != at:
                 return
             segment = known = node.children.get(chunk)
@@ -110,11 +120,11 @@ class PrefixStore:
         if self.disk is not None:
             self.disk.forget(prompt, after=after, salt=salt)
 
-    def release(self, cursor: PromptCursor, *, tainted: bool) -> None:
+    def release(self, cursor: PromptCursor, *, not_cacheable: bool) -> None:
         """Write what an ended request added to disk; remove it if its end casts doubt on it."""
         added = [node for node in cursor.added if node.kept]
         cursor.added.clear()
-        if added and tainted:
+        if added and not_cacheable:
             for node in added:
                 if node.kept:
                     self.cache.drop(node)
@@ -127,14 +137,15 @@ class PrefixStore:
     def _last_node(self, cursor: PromptCursor) -> Node:
         """Return the node of the last chunk of a prompt that memory holds without a gap."""
         node = self.cache.root_of(cursor.salt)
-        while found := self.cache.find(node, cursor.prompt, node.length):
-            node = found
+        while child := self.cache.find(node, cursor.prompt, node.length):
+            node = child
         return node
 
-    def _add_loaded(self, cursor: PromptCursor, found: list[tuple[int, list[np.ndarray]]]) -> None:
+    def _add_loaded(self, cursor: PromptCursor, loaded: list[tuple[int, list[np.ndarray]]]) -> None:
         """Add segments that were read from disk to memory, continuing what is there."""
-        node, expected = self._last_node(cursor), self._expected
-        for start, arrays in found:
+        node = self._last_node(cursor)
+        expected = self._expected
+        for start, arrays in loaded:
             if start < node.length:  # another row has fed it meanwhile
                 continue
             if start > node.length:  # the chunk before it was evicted meanwhile
@@ -169,11 +180,14 @@ class PrefixStore:
                 )
 
 
-def _open_disk(plan: ResolvedPlan, identity: Callable[[], str], kinds: Kinds) -> PrefixDisk:
-    if jax.process_count() > 1:
+def _open_disk(
+    plan: ResolvedPlan, identity: Callable[[], str], kinds: Kinds, hosts: int
+) -> PrefixDisk:
+    if hosts > 1:
         raise PlanError(
             "prefix_folder was given, but hosts that read different prefixes would make different"
             " calls; leave it out where several processes share a mesh"
         )
-    folder, budget = Path(plan.prefix_folder).expanduser().absolute(), plan.prefix_disk
+    folder = Path(plan.prefix_folder).expanduser().absolute()
+    budget = plan.prefix_disk
     return PrefixDisk(folder, chunk=plan.chunk, budget=budget, identity=identity(), kinds=kinds)

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from dflash_jax.engine.state_machine.languages import Language, english, languages, words
+from dflash_jax.engine.state_machine.languages import Language, english, expressions, languages
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 
@@ -45,8 +45,9 @@ PARTS = re.compile(
 )
 RESULT = re.compile(r":\s+(?:yes\b|no\b|.*=)")  # "Let me check: yes, it is there."
 PURPOSE = re.compile(r",? so (?:that )?you\b.*")
-SHORT = 7  # words of "Reading the file now.", which may be the subject of a longer sentence
-LONGEST = 400  # characters of a sentence
+# Most words of a sentence such as "Reading the file now.". In a longer one, that is the subject.
+SHORT = 7
+LONGEST = 400  # most characters of a sentence that are read, from its end
 
 
 def sentences(text: str) -> list[str]:
@@ -69,27 +70,37 @@ def cue_of(text: str) -> Cue:
     last: Cue = Cue.NONE
     for sentence in reversed(sentences(text[-4 * LONGEST :])[-3:]):
         cue = max(last, _cue(sentence))
-        if cue >= Cue.LIKELY or not words().filler.match(sentence):
+        if cue >= Cue.LIKELY or not expressions().filler.match(sentence):
             return cue
         last = Cue.WEAK
     return last
 
 
 def _cue(sentence: str) -> Cue:
-    sentence = PURPOSE.sub("", words().whether.sub(r"\1 whether", sentence[-LONGEST:]))
-    sentence = words().waiting.sub(", let me ", sentence)
+    """Return how clearly a sentence announces an action, in any language."""
+    sentence = PURPOSE.sub("", expressions().whether.sub(r"\1 whether", sentence[-LONGEST:]))
+    sentence = expressions().waiting.sub(", let me ", sentence)
     told = sentence.partition(": ")[2]
-    if RESULT.search(sentence) or words().finite.search(told):
+    if RESULT.search(sentence) or expressions().finite.search(told):
         return Cue.NONE
-    found = max(_announces(sentence, language) for language in languages().values())
-    if found is Cue.NONE and not english().asks.search(sentence):
-        start = words().lead_ins.sub("", sentence)
-        begins = words().gerund.match(start) or words().gerund.match(sentence)
-        if begins and not words().finite.search(start) and len(start.split()) <= SHORT:
-            verb = words().adverbs.sub("", start)
-            acts = english().acts.match(verb) and not _idle(verb, english())
-            return Cue.STRONG if acts else found
-    return found
+    cue = max(_announces(sentence, language) for language in languages().values())
+    if cue is Cue.NONE and _begins_to_act(sentence):
+        return Cue.STRONG
+    return cue
+
+
+def _begins_to_act(sentence: str) -> bool:
+    """Return whether a short English sentence is an action, such as "Reading the file now."."""
+    if english().asks.search(sentence):
+        return False
+    start = expressions().lead_ins.sub("", sentence)
+    gerund = expressions().gerund
+    if not gerund.match(start) and not gerund.match(sentence):
+        return False
+    if expressions().finite.search(start) or len(start.split()) > SHORT:
+        return False
+    verb = expressions().adverbs.sub("", start)
+    return bool(english().acts.match(verb)) and not _idle(verb, english())
 
 
 def _announces(sentence: str, language: Language) -> Cue:
@@ -100,32 +111,55 @@ def _announces(sentence: str, language: Language) -> Cue:
         whole = language.whole.search(sentence)
         if whole and not language.idle.search(_clause(sentence, whole.start(), whole.start())):
             return Cue.STRONG if language.acts.search(sentence) else Cue.LIKELY
-    found = Cue.NONE
+    cue = Cue.NONE
     for pattern in (language.future, language.opens):
         for opening in pattern.finditer(sentence) if pattern else ():
             if language is english():
-                clause = PARTS.split(sentence[: opening.start()])[-1]  # "The log is empty, so"
-                if words().lead_ins.sub("", clause.strip() + " ").strip():
-                    continue  # no clause begins here
-                rest = words().adverbs.sub("", sentence[opening.end() :])
-                if not _idle(rest, language):
-                    found = max(found, Cue.STRONG if language.acts.match(rest) else Cue.LIKELY)
-                continue
-            act = language.acts.search(sentence, opening.start())
-            end = act.end() if act else opening.end()
-            if (act or pattern is language.future) and not language.idle.search(
-                _clause(sentence, opening.start(), end)
-            ):
-                found = max(found, Cue.STRONG if act else Cue.LIKELY)
-    return found
+                cue = max(cue, _cue_of_english(sentence, opening))
+            else:
+                known_only = pattern is language.opens
+                cue = max(cue, _cue_of_opening(sentence, opening, language, known_only=known_only))
+    return cue
+
+
+def _cue_of_english(sentence: str, opening: re.Match[str]) -> Cue:
+    """Return the cue of an English sentence by what follows an opening such as "let me"."""
+    clause = PARTS.split(sentence[: opening.start()])[-1]  # "The log is empty, so"
+    if expressions().lead_ins.sub("", clause.strip() + " ").strip():
+        return Cue.NONE  # no clause begins here
+    rest = expressions().adverbs.sub("", sentence[opening.end() :])
+    if _idle(rest, english()):
+        return Cue.NONE
+    return Cue.STRONG if english().acts.match(rest) else Cue.LIKELY
+
+
+def _cue_of_opening(
+    sentence: str, opening: re.Match[str], language: Language, *, known_only: bool
+) -> Cue:
+    """Return the cue of a sentence by the verb after an opening of a language.
+
+    Args:
+      known_only: whether only the verbs of known actions count after the opening.
+    """
+    act = language.acts.search(sentence, opening.start())
+    if act is None and known_only:
+        return Cue.NONE
+    end = act.end() if act else opening.end()
+    if language.idle.search(_clause(sentence, opening.start(), end)):
+        return Cue.NONE
+    return Cue.STRONG if act else Cue.LIKELY
 
 
 def _clause(sentence: str, start: int, verb: int) -> str:
-    """Return the clause with a verb that ends at an index; the words before `start` belong to it
-    unless a comma separates them.
+    """Return the clause of a sentence that has a verb.
+
+    Args:
+      start: index of the verb's subject. Words before it belong to the clause unless a comma
+        separates them.
+      verb: index at which the verb ends.
     """
     begin = max(sentence.rfind(mark, 0, start) for mark in ",;:\u060c\uff0c\u3001") + 1
-    end = words().clause.search(sentence, verb)
+    end = expressions().clause.search(sentence, verb)
     return sentence[begin : end.start() if end else None]
 
 
@@ -133,10 +167,10 @@ def _idle(rest: str, language: Language) -> bool:
     return bool(language.idle.match(rest))
 
 
-# Read from the end of an output's text whether it announces an action.
+# The rest reads from the end of an output's text whether it announces an action.
 #
 # Without such a cue, an end token always ends the output. With one, `floor.py` lets the target
-# confirm it by its odds of a tool call; a clearer cue needs less of them.
+# confirm it by the margin of a tool call: the clearer the cue, the smaller margin suffices.
 
 
 FENCE = re.compile(r"^ {0,3}(```+|~~~+)[^\n`]*$", re.MULTILINE)
@@ -155,7 +189,11 @@ QUOTES = (
     ('"', '"'),
     ("\N{LEFT DOUBLE QUOTATION MARK}", "\N{RIGHT DOUBLE QUOTATION MARK}"),
 )
-LOOK_BACK = 4000  # characters of the last paragraphs
+LOOK_BACK = 4000  # most characters that are read of the last paragraphs
+# Keys of calls in JSON, in the forms in which models write them.
+OF_NAMES = ("name", "tool", "tool_name", "function")
+OF_ARGUMENTS = ("arguments", "parameters", "args", "input")
+CALL_KEYS = {"type", "id", *OF_NAMES, *OF_ARGUMENTS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,42 +201,60 @@ class Ending:
     """Cues at the end of an output."""
 
     cue: Cue = Cue.NONE  # how clearly it announces an action
-    colon: bool = False  # in its last punctuation, and not of code, a quotation or a smiley
-    ambiguous: bool = False  # its last paragraph asks a question, or it ends inside code
-    opened_fence: bool = False  # it ends with an opening code fence
-    is_call: bool = False  # it ends with a JSON object in a fence that names a declared tool
+    # Whether its last punctuation has a colon that is not of code, a quotation or a smiley.
+    colon: bool = False
+    ambiguous: bool = False  # whether its last paragraph asks a question, or it ends inside code
+    opened_fence: bool = False  # whether it ends with an opening code fence
+    is_call: bool = False  # whether it ends with a JSON object in a fence that calls a tool
 
 
 def read_ending(text: str, tools: Sequence[Tool] = ()) -> Ending:
     """Return the cues at the end of an output's text."""
     fences = list(FENCE.finditer(text))
+    if not fences:
+        return _after_prose(text[-LOOK_BACK:], tools)
+    last = fences[-1]
+    rest = text[last.end() :]
     in_fence = len(fences) % 2 == 1
-    if in_fence and not text[fences[-1].end() :].strip():
-        return Ending(cue_of(text[: fences[-1].start()]), ambiguous=True, opened_fence=True)
-    closed = bool(fences) and not in_fence and not text[fences[-1].end() :].strip()
-    if in_fence or closed:
-        opening = fences[-1 if in_fence else -2]
-        block = text[opening.end() : None if in_fence else fences[-1].start()]
-        language = opening[0].strip("`~ \t").lower()
-        return _after_code(text[: opening.start()], language, block, tools, in_fence=in_fence)
-    return _after_prose(text[fences[-1].end() if fences else 0 :][-LOOK_BACK:], tools)
+    if in_fence and not rest.strip():
+        return Ending(cue_of(text[: last.start()]), ambiguous=True, opened_fence=True)
+    if in_fence:
+        return _after_code(text, last, rest, tools, in_fence=True)
+    if rest.strip():
+        return _after_prose(rest[-LOOK_BACK:], tools)
+    opening = fences[-2]
+    return _after_code(text, opening, text[opening.end() : last.start()], tools, in_fence=False)
 
 
 def _after_code(
-    before: str, language: str, block: str, tools: Sequence[Tool], *, in_fence: bool
+    text: str, opening: re.Match[str], block: str, tools: Sequence[Tool], *, in_fence: bool
 ) -> Ending:
-    """Return the cues of an output that ends with a code block, closed or not."""
-    before = before.rstrip()[-LOOK_BACK:]
+    """Return the cues of an output that ends with a code block.
+
+    Args:
+      opening: the line that opens the block.
+      block: the code.
+      in_fence: whether the block is still open.
+    """
+    language = opening[0].strip("`~ \t").lower()
+    before = text[: opening.start()].rstrip()[-LOOK_BACK:]
     paragraph = _last_paragraph(before)
     asks = any(mark in paragraph for mark in QUESTIONS)
-    if _is_call(block, tools) and not asks and not words().example.search(paragraph):
+    if _is_call(block, tools) and introduces_call(before):
         return Ending(Cue.STRONG, is_call=True)
     cue = Cue.STRONG if calls_by_text(block, tools) else cue_of(before)
-    if cue < Cue.LIKELY or words().example.search(paragraph):
+    if cue < Cue.LIKELY or expressions().example.search(paragraph):
         cue = Cue.NONE
-    elif language not in SHELLS and not words().runs.search(paragraph):
+    elif language not in SHELLS and not expressions().runs.search(paragraph):
         cue = Cue.NONE  # the block is what was announced: "I'll write a function:"
     return Ending(cue, ambiguous=in_fence or asks)
+
+
+def introduces_call(before: str) -> bool:
+    """Return whether a call in a code fence after a text is meant as one, and not as an example."""
+    paragraph = _last_paragraph(before)
+    asks = any(mark in paragraph for mark in QUESTIONS)
+    return not asks and not expressions().example.search(paragraph)
 
 
 def calls_by_text(text: str, tools: Sequence[Tool]) -> bool:
@@ -214,18 +270,22 @@ def calls_by_text(text: str, tools: Sequence[Tool]) -> bool:
 
 
 def _is_call(block: str, tools: Sequence[Tool]) -> bool:
-    """Return whether a text is a JSON object that names a declared tool and its arguments."""
+    """Return whether a text is a JSON object of a declared tool's name and its arguments.
+
+    With further keys, such as "response", it is a report of a call that was made.
+    """
     try:
         call = json.loads(block)
     except (ValueError, RecursionError):
         return False
-    if not isinstance(call, dict):
+    inner = call.get("function") if isinstance(call, dict) else None
+    objects = [call, inner] if isinstance(inner, dict) else [call]
+    if not all(isinstance(each, dict) and each.keys() <= CALL_KEYS for each in objects):
         return False
-    if isinstance(function := call.get("function"), dict):
-        call = function
-    name = next((call[k] for k in ("name", "tool", "tool_name", "function") if k in call), None)
-    given = next((call[k] for k in ("arguments", "parameters", "args", "input") if k in call), {})
-    return isinstance(given, dict | str) and any(tool.name == name for tool in tools)
+    call = objects[-1]
+    name = next((call[key] for key in OF_NAMES if key in call), None)
+    arguments = next((call[key] for key in OF_ARGUMENTS if key in call), {})
+    return isinstance(arguments, dict | str) and any(tool.name == name for tool in tools)
 
 
 def _last_paragraph(text: str) -> str:
@@ -233,26 +293,42 @@ def _last_paragraph(text: str) -> str:
 
 
 def _after_prose(text: str, tools: Sequence[Tool]) -> Ending:
+    """Return the cues of an output that ends with prose."""
     paragraph = _last_paragraph(text)
+    if calls_by_text(paragraph, tools):
+        return Ending(Cue.STRONG)
     line = text.strip().rpartition("\n")[2]
+    in_code = line.count("`") % 2 == 1
+    ambiguous = in_code or any(mark in paragraph for mark in QUESTIONS)
     # The run of characters at the end that are neither letters nor digits.
     start = len(line)
     while start and not line[start - 1].isalnum():
         start -= 1
-    words, trailing = line[:start], line[start:]
-    in_code = line.count("`") % 2 == 1
-    ambiguous = in_code or any(mark in paragraph for mark in QUESTIONS)
-    colon = max(trailing.rfind(mark) for mark in COLONS)
-    quoted = colon >= 0 and _is_quoted(words + trailing[:colon])
-    is_colon = colon >= 0 and not quoted and not SMILEY.search(line)
-    stripped = "".join(c for c in trailing if c.isprintable()).rstrip(" *_")
-    trails = stripped.endswith(DASHES) or any(mark in trailing for mark in ELLIPSES)
-    trails_off = trails and not RULE.fullmatch(line) and not in_code
-    trails_off |= line in ELLIPSES + DASHES
-    if calls_by_text(paragraph, tools):
-        return Ending(Cue.STRONG)
+    trailing = line[start:]
+    has_colon = _has_colon(line, trailing)
     cue = Cue.NONE if in_code else _cue_of_prose(paragraph, line)
-    return Ending(max(cue, Cue.WEAK if is_colon or trails_off else cue), is_colon, ambiguous)
+    if has_colon or _trails_off(line, trailing, in_code=in_code):
+        cue = max(cue, Cue.WEAK)
+    return Ending(cue, has_colon, ambiguous)
+
+
+def _has_colon(line: str, trailing: str) -> bool:
+    """Return whether the last punctuation of a line has a colon that announces something."""
+    colon = max(trailing.rfind(mark) for mark in COLONS)
+    if colon < 0 or SMILEY.search(line):
+        return False
+    before = line[: len(line) - len(trailing) + colon]
+    return not _is_quoted(before)
+
+
+def _trails_off(line: str, trailing: str, *, in_code: bool) -> bool:
+    """Return whether a line ends with a dash or has an ellipsis in its last punctuation."""
+    if line in ELLIPSES + DASHES:
+        return True
+    if in_code or RULE.fullmatch(line):
+        return False
+    visible = "".join(c for c in trailing if c.isprintable()).rstrip(" *_")
+    return visible.endswith(DASHES) or any(mark in trailing for mark in ELLIPSES)
 
 
 def _cue_of_prose(paragraph: str, line: str) -> Cue:

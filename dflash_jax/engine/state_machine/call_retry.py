@@ -6,81 +6,108 @@ then: the call is held and decoded again from the token after its opening marker
 that was advanced by the marker's text.
 """
 
-from dflash_jax.engine.state_machine.request_state import Policy, State, StepCut
-from dflash_jax.engine.state_machine.words import Ids, Words
+from dflash_jax.engine.state_machine.output_reader import is_broken_call
+from dflash_jax.engine.state_machine.output_vocabulary import Ids, OutputVocabulary
+from dflash_jax.engine.state_machine.request_state import Policy, State, StepDecision, Stepped
 from dflash_jax.tool_parsers.syntax import CallState
 
-LONGEST = 512  # tokens of a held call; a longer one is emitted as it comes
-LOOK_BACK = 24  # tokens whose text shows whether an opening marker has just ended
+LONGEST = 512  # most tokens of a held call; a longer one is emitted as it comes
 
 
-def watches(state: State, policy: Policy) -> bool:
-    """Return whether calls of this output are held until they are complete."""
-    settings, words = policy.recovery, policy.words
-    asked = settings.call_retry and settings.floor > 0 and settings.below_floor == "odds"
-    known = words.marker >= 0 or bool(words.call_begins)
-    return asked and bool(words.calls) and known and not state.call_retried
-
-
-def watch(cut: StepCut, policy: Policy) -> None:
-    """Track the call that the last token of the cut begins, continues or ends."""
-    state, words, last = cut.state, policy.words, cut.new[-1]
-    if not watches(state, policy):
-        return
-    if state.call_at < 0:
-        if last == words.marker or last in words.call_begins:
-            _begin(cut, cut.length, policy)
-    elif last == words.closer if words.marker >= 0 else _is_complete(cut, last, words):
-        close(cut, policy)
-    elif cut.length - state.call_at > LONGEST:
-        cut.mark(call_at=-1)
-
-
-def watch_forced(cut: StepCut, policy: Policy) -> None:
-    """Hold a call that was begun by forced tokens."""
-    if not watches(cut.state, policy):
-        return
-    for place, token in enumerate(cut.new, cut.before + 1):
-        if token == policy.words.marker or token in policy.words.call_begins:
-            _begin(cut, place, policy)
-
-
-def close(cut: StepCut, policy: Policy) -> None:
-    """End the held call: release it, or have it decoded again if it cannot be parsed."""
-    words, start = policy.words, cut.state.call_at
-    if words.read(cut.ids[start:], before=marker_before(cut.ids[:start], words)).broken:
-        cut.retry_call = True
-    else:
-        cut.mark(call_at=-1)
-
-
-def marker_before(ids: Ids, words: Words) -> str:
-    """Return the text of a marker of several tokens that ends an output, from its beginning on."""
-    if not words.call_begins or words.syntax is None:
-        return ""
-    text = words.text(ids[-LOOK_BACK:])
-    return text[max(text.rfind(words.syntax.marker), 0) :]
-
-
-def _begin(cut: StepCut, length: int, policy: Policy) -> None:
-    """Hold the call whose opening marker may end the first ids of the output."""
-    words, ids = policy.words, cut.ids[:length]
-    if words.thinking(ids):
-        return
-    if words.marker >= 0:
-        cut.mark(call_at=length - 1)
-        return
-    assert words.syntax is not None
-    last = ids[-LOOK_BACK:]
-    before, after = (words.text(x).count(words.syntax.marker) for x in (last[:-1], last))
-    if after > before:
-        cut.mark(call_at=length)
-
-
-def _is_complete(cut: StepCut, last: int, words: Words) -> bool:
-    """Return whether the last token ends the held call, whose markers are several tokens."""
-    if words.syntax is None or (words.call_ends is not None and last not in words.call_ends):
+def end_call(decision: StepDecision, policy: Policy) -> bool:
+    """End the held call at an end token; return whether it is decoded again."""
+    if decision.state.call_at < 0 or decision.state.guard is not None:
         return False
-    start = cut.state.call_at
-    text = marker_before(cut.ids[:start], words) + words.text(cut.ids[start:])
-    return words.syntax.call_state(text) is CallState.COMPLETE
+    _close(decision, policy)
+    if decision.retry_call:
+        decision.new.append(decision.token)
+    return decision.retry_call
+
+
+def watch(decision: StepDecision, _: Stepped, policy: Policy) -> bool:
+    """Track the call that the last token of the output begins, continues or ends; a rule."""
+    state = decision.state
+    if not _watches(state, policy):
+        return False
+    vocabulary = policy.vocabulary
+    last = decision.new[-1]
+    if state.call_at < 0:
+        if last == vocabulary.marker or last in vocabulary.call_begins:
+            _begin(decision, decision.length, policy)
+    elif _ends_call(decision, last, vocabulary):
+        _close(decision, policy)
+    elif decision.length - state.call_at > LONGEST:
+        decision.mark(call_at=-1)
+    return decision.retry_call
+
+
+def watch_forced(decision: StepDecision, policy: Policy) -> None:
+    """Hold a call that was begun by forced tokens."""
+    if not _watches(decision.state, policy):
+        return
+    for length, token in enumerate(decision.new, decision.before + 1):
+        if token == policy.vocabulary.marker or token in policy.vocabulary.call_begins:
+            _begin(decision, length, policy)
+
+
+def marker_before(ids: Ids, vocabulary: OutputVocabulary) -> str:
+    """Return the text of a marker of several tokens that ends an output, from its beginning on."""
+    if not vocabulary.call_begins or vocabulary.syntax is None:
+        return ""
+    marker = vocabulary.syntax.marker
+    text = vocabulary.text(ids[-len(marker) :])  # no marker has more tokens than characters
+    return text[max(text.rfind(marker), 0) :]
+
+
+def _watches(state: State, policy: Policy) -> bool:
+    """Return whether calls of this output are held until they are complete."""
+    vocabulary = policy.vocabulary
+    recovery = policy.recovery
+    if not recovery.call_retry or not recovery.floor or state.call_retried:
+        return False
+    has_marker = vocabulary.marker >= 0 or bool(vocabulary.call_begins)
+    return has_marker and bool(vocabulary.calls)
+
+
+def _close(decision: StepDecision, policy: Policy) -> None:
+    """End the held call: release it, or have it decoded again if it cannot be parsed."""
+    if is_broken_call(_held_text(decision, policy.vocabulary), policy.vocabulary):
+        decision.retry_call = True
+    else:
+        decision.mark(call_at=-1)
+
+
+def _begin(decision: StepDecision, length: int, policy: Policy) -> None:
+    """Hold the call whose opening marker may end the first ids of the output."""
+    vocabulary = policy.vocabulary
+    ids = decision.ids[:length]
+    if policy.output.thinking(ids):
+        return
+    if vocabulary.marker >= 0:
+        decision.mark(call_at=length - 1)
+        return
+    assert vocabulary.syntax is not None
+    marker = vocabulary.syntax.marker
+    text = policy.output.text(ids)
+    end = text.rfind(marker) + len(marker)
+    last_token_start = len(text) - len(vocabulary.text(ids[-1:]))
+    if marker in text and end > last_token_start:
+        decision.mark(call_at=length)
+
+
+def _ends_call(decision: StepDecision, last: int, vocabulary: OutputVocabulary) -> bool:
+    """Return whether the last token ends the held call."""
+    if vocabulary.marker >= 0:
+        return last == vocabulary.closer
+    if vocabulary.syntax is None:
+        return False
+    if vocabulary.call_ends is not None and last not in vocabulary.call_ends:
+        return False
+    return vocabulary.syntax.call_state(_held_text(decision, vocabulary)) is CallState.COMPLETE
+
+
+def _held_text(decision: StepDecision, vocabulary: OutputVocabulary) -> str:
+    """Return the text of the held call, its opening marker included."""
+    ids = decision.ids
+    start = decision.state.call_at
+    return marker_before(ids[:start], vocabulary) + vocabulary.text(ids[start:])

@@ -19,10 +19,11 @@ anything visible, while it may be decoded again without drafts (`empty_retry`); 
 not complete, as it is decoded again under its grammar if it cannot be parsed (`call_retry`); and
 the text before a tool call that was forced to see whether the target wants one (`CallProbe`).
 
-**At an end token**, the rules in `floor.py` return a verdict: end the output, take the next best
-token instead, probe for or begin a tool call, or close an open thought. The rules in `guards.py`
-end outputs that loop. `speculation.py` decides whether the next step drafts, which changes no
-token.
+**Rules.** Each token is judged by `RULES` in their order, up to the first that ends the step. Those
+in `floor.py` judge an end token: it ends the output, becomes the replacement token, probes for or
+begins a tool call, or closes an open thought. Those in `rules.py` end outputs that loop. They read
+the output by `Policy.output`. `speculation.py` decides whether the next step drafts, which changes
+no token.
 
 `TRANSITIONS` lists the phases of a request:
 
@@ -31,10 +32,10 @@ token.
                                `--> RETRY (the whole answer again, without drafts) --> DONE
 """
 
+import functools
 from typing import assert_never
 
-from dflash_jax.engine.state_machine import OFF, call_retry, floor, guards, speculation
-from dflash_jax.engine.state_machine.floor import EndVerdict
+from dflash_jax.engine.state_machine import OFF, call_retry, floor, guards, rules, speculation
 from dflash_jax.engine.state_machine.request_state import (
     CallRetried,
     Cancelled,
@@ -46,7 +47,7 @@ from dflash_jax.engine.state_machine.request_state import (
     Prefilled,
     Restart,
     State,
-    StepCut,
+    StepDecision,
     Stepped,
     TokenIds,
     is_visible,
@@ -57,7 +58,8 @@ _DECODING = {Phase.SPECULATIVE, Phase.PLAIN, Phase.RETRY, Phase.DONE}
 # After a call at the beginning of the output was dropped, and with it the whole output. Under the
 # grammar of the call, an empty output is not decoded again.
 _AFTER_CALL_RETRY = _DECODING - {Phase.RETRY}
-_RETRYING, _DONE = {Phase.RETRY, Phase.DONE}, {Cancelled: {Phase.DONE}}
+_RETRYING = {Phase.RETRY, Phase.DONE}
+_DONE = {Cancelled: {Phase.DONE}}
 _FIRST = {Stepped: _DECODING, Prefilled: _AFTER_CALL_RETRY} | _DONE
 TRANSITIONS: dict[Phase, dict[type, set[Phase]]] = {
     Phase.WAITING: {Prefilled: _DECODING} | _DONE,
@@ -82,23 +84,18 @@ def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]
 def _advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]:
     match event:
         case Cancelled(reason):
-            dropped = _never_shown(state, reason)
-            ids = TokenIds(state.ids[: len(state.ids) - dropped]) if dropped else state.ids
-            rest = ids[len(ids) + dropped - state.held :]
-            done = state._replace(phase=Phase.DONE, ids=ids, held=0, probe=None, call_at=-1)
-            return done, Effects(emit=rest, finish=reason, retract=dropped)
+            return _cancelled(state, reason)
         case CallRetried():
-            dropped = len(state.ids) - state.call_at
-            ids = TokenIds(state.ids[: state.call_at])
-            memory = state.memory.shortened(len(ids))
-            state = state._replace(ids=ids, held=0, fed=len(ids) - 1, guard=None, memory=memory)
-            state = state._replace(call_at=-1, call_retried=True)
-            return state, Effects(notes=("call_retry",), places=(len(ids),), retract=dropped)
+            return _call_retried(state)
         case Prefilled():
             restored = state.restored if state.retried else event.restored
-            state = state._replace(restored=restored, fed=-1)
-            token, best, finite, _, odds = event
-            step = Stepped((token,), finite, next_best=best, call_odds=odds)
+            state = state._replace(restored=restored, num_computed=-1)
+            step = Stepped(
+                (event.token,),
+                finite=event.finite,
+                replacement_token=event.replacement_token,
+                tool_call_margin=event.tool_call_margin,
+            )
             return _stepped(state, step, policy)
         case Stepped():
             return _stepped(state, event, policy)
@@ -106,8 +103,35 @@ def _advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects
             assert_never(event)
 
 
+def _cancelled(state: State, reason: Finish) -> tuple[State, Effects]:
+    """Emit the held tokens, but for those that are never shown, and end the request."""
+    dropped = _never_shown(state, reason)
+    shown = len(state.ids) - state.held
+    ids = state.ids
+    if dropped:
+        ids = TokenIds(state.ids[: len(state.ids) - dropped])
+    done = state._replace(phase=Phase.DONE, ids=ids, held=0, probe=None, call_at=-1)
+    return done, Effects(emit=ids[shown:], finish=reason, retract=dropped)
+
+
+def _call_retried(state: State) -> tuple[State, Effects]:
+    """Drop the held call, which is decoded again under a grammar."""
+    ids = TokenIds(state.ids[: state.call_at])
+    without_call = state._replace(
+        ids=ids,
+        held=0,
+        num_computed=len(ids) - 1,
+        guard=None,
+        memory=guards.NO_MEMORY,
+        call_at=-1,
+        call_retried=True,
+    )
+    dropped = len(state.ids) - state.call_at
+    return without_call, Effects(notes=("call_retry",), positions=(len(ids),), retract=dropped)
+
+
 def _never_shown(state: State, reason: Finish) -> int:
-    """Return how many of the last ids are dropped if the request is ended from outside.
+    """Return how many ids at the end are dropped if the request is ended from outside.
 
     A call that is held may yet be decoded again, so a cancelled output ends before it: a cancelled
     output is always a prefix of the whole one.
@@ -123,146 +147,186 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
     if not event.finite:
         return state._replace(phase=Phase.DONE), Effects(finish=Finish.ERROR)
     decided = len(event.tokens)
-    paused = policy.speculative and state.drafting.pause > 0  # whether or not it drafted before
+    paused = policy.speculative and state.drafting.pause > 0  # even if it never drafted
     ran = state.ran or paused or speculates(state, policy)
+    block = max(event.block, event.num_drafts + 1)
+    position = policy.prompt_tokens + state.num_computed
     drafting, fallback = speculation.after_step(
         state.drafting,
         decided,
         event.num_drafts,
         block=event.block,
         finite=event.draft_finite,
-        cost=policy.break_even.of_step(
-            policy.prompt_tokens + state.fed, max(event.block, event.num_drafts + 1), event.rows
-        ),
+        cost=policy.break_even.of_step(position, block, event.rows),
         fixed=policy.fixed,
     )
     died = drafting.dead and not state.drafting.dead
-    state = state._replace(drafting=drafting, ran=ran, fed=state.fed + decided)
+    state = state._replace(drafting=drafting, ran=ran, num_computed=state.num_computed + decided)
     if not decided:
         return state, Effects(fallback=fallback)
-    cut, guard, recovery = StepCut(state, len(state.ids), fallback), None, policy.recovery
-    if recovery is not OFF and recovery.ends_loops:
-        guard = guards.Guard(state.memory, state.ids, recovery, policy.words)
+    decision = StepDecision(state, len(state.ids), fallback)
+    if policy.recovery.ends_loops:
+        decision.loops = guards.Guard(state.memory, state.ids, policy.recovery, policy.vocabulary)
+    order = _rules_of_step(state, policy)
     if policy.max_tokens <= 0:
-        cut.finish = Finish.LENGTH
+        decision.finish = Finish.LENGTH
     elif died:
-        cut.note(speculation.DEAD)
+        decision.note(speculation.DEAD)
     for token in event.tokens:
-        if cut.finish or _judge(cut, token, event, guard, policy):
+        decision.token = token
+        if decision.finish or _judge(decision, event, policy, order):
             break
-    if guard is not None:
-        cut.mark(memory=guard.memory)
-    return _finish_step(cut, policy)
+    if decision.loops is not None:
+        decision.mark(memory=decision.loops.memory)
+    return _finish_step(decision, policy)
 
 
 def _judge(
-    cut: StepCut, token: int, event: Stepped, guard: guards.Guard | None, policy: Policy
+    decision: StepDecision, event: Stepped, policy: Policy, order: tuple[rules.RecoveryRule, ...]
 ) -> bool:
-    """Add a decided token, or its replacement, to the cut; return whether the step ends there."""
-    if cut.state.probe and not floor.accepts_call(cut, token, event.call_odds, policy):
-        return True
-    if cut.state.calls:
-        floor.name_tool(cut, token, event.next_best, policy)
-        return True
-    stop = token in policy.stop_ids
-    if cut.state.guard is not None and not stop:
-        cut.end(Finish.LENGTH)
-        return True
-    if not cut.state.past_close and policy.close_at is not None and cut.length >= policy.close_at:
-        cut.mark(past_close=True)
-        if policy.words.thinking(cut.ids):
-            _close(cut, token, policy)
+    """Apply rules to a token; return whether the step ends with it."""
+    for rule in order:  # noqa: SIM110  (a generator costs as much as three rules)
+        if rule(decision, event, policy):
             return True
-    if stop and cut.state.call_at >= 0 and cut.state.guard is None:
-        call_retry.close(cut, policy)
-        if cut.retry_call:
-            cut.new.append(token)
-            return True
-    if stop:
-        verdict = _at_end_token(cut, event.call_odds, policy)
-        match verdict:
-            case EndVerdict.INJECT:
-                floor.begin_call(cut, policy)
-            case EndVerdict.PROBE:
-                floor.probe(cut, token, event.call_odds, policy)
-            case EndVerdict.CLOSE:
-                _close(cut, token, policy)
-            case EndVerdict.HONOUR | EndVerdict.WAIVE:
-                if verdict is EndVerdict.WAIVE:
-                    cut.note("floor_waived")
-                cut.new.append(token)
-                cut.end(Finish.STOP)
-        if verdict is not EndVerdict.REPLACE:
-            return True
-        token = cut.replace = event.next_best
-        cut.note("min_tokens" if cut.length < policy.recovery.min_tokens else "floor")
-    cut.new.append(token)
-    if policy.recovery.call_retry:
-        call_retry.watch(cut, policy)
-        if cut.retry_call:
-            return True
-    if guard is not None and (kind := guard.take(token, cut.since, closed=cut.state.closed)):
-        cut.mark(guard=kind)
-    if cut.length >= policy.max_tokens:
-        cut.end(Finish.LENGTH)
-    return cut.finish is not None
+    return False
 
 
-def _at_end_token(cut: StepCut, odds: float | None, policy: Policy) -> EndVerdict:
-    if cut.state.guard is not None:
-        return EndVerdict.HONOUR
-    verdict = floor.judge(cut.ids, odds, cut.state, policy)
-    if verdict is EndVerdict.PROBE and not policy.stop_ids.isdisjoint(policy.words.opening):
-        verdict = EndVerdict.HONOUR  # the device would stop inside the lead
-    ends = verdict in (EndVerdict.HONOUR, EndVerdict.WAIVE)
-    return EndVerdict.REPLACE if ends and cut.length < policy.recovery.min_tokens else verdict
+def _end_output(decision: StepDecision, _: Stepped, policy: Policy) -> bool:
+    """End the output with an end token; a rule."""
+    if decision.token not in policy.stop_ids:
+        return False
+    decision.new.append(decision.token)
+    decision.end(Finish.STOP)
+    return True
 
 
-def _close(cut: StepCut, token: int, policy: Policy) -> None:
-    """Replace a token by the sequence that closes the open thought."""
-    close = policy.words.close[: policy.max_tokens - cut.length]
-    cut.mark(closed=True)
-    cut.force_tokens(close, "thought_closed" if token == close[0] else "thought_closed_by_force")
-    cut.end_at_stop(policy)
-    if cut.finish is None and cut.length >= policy.max_tokens:
-        cut.end(Finish.LENGTH)
+def _keep(decision: StepDecision, _: Stepped, __: Policy) -> bool:
+    """Add the token to the output; a rule."""
+    decision.new.append(decision.token)
+    return False
 
 
-def _finish_step(cut: StepCut, policy: Policy) -> tuple[State, Effects]:
+def _end_at_limit(decision: StepDecision, _: Stepped, policy: Policy) -> bool:
+    """End the output at its length limit; a rule."""
+    if decision.length >= policy.max_tokens:
+        decision.end(Finish.LENGTH)
+    return decision.finish is not None
+
+
+# What judges each decided token, in this order.
+RULES: tuple[rules.RecoveryRule, ...] = (
+    floor.confirm_call,
+    floor.choose_tool,
+    rules.end_after_loop,
+    rules.close_long_thought,
+    floor.judge_end,
+    _keep,
+    call_retry.watch,
+    rules.count_calls,
+    rules.find_loops,
+    _end_at_limit,
+)
+RULES_OFF: tuple[rules.RecoveryRule, ...] = (_end_output, _keep, _end_at_limit)  # without recovery
+
+
+def _rules_of_step(state: State, policy: Policy) -> tuple[rules.RecoveryRule, ...]:
+    """Return the rules that judge the tokens of a step, in their order."""
+    recovery = policy.recovery
+    if recovery is OFF:
+        return RULES_OFF
+    return _applicable(
+        forces=bool(state.calls),
+        closes=policy.close_at is not None,
+        holds=recovery.call_retry and bool(policy.vocabulary.calls),
+        counts=recovery.counts_calls and bool(policy.vocabulary.tools),
+        loops=recovery.ends_loops,
+    )
+
+
+@functools.cache
+def _applicable(
+    *, forces: bool, closes: bool, holds: bool, counts: bool, loops: bool
+) -> tuple[rules.RecoveryRule, ...]:
+    """Return the rules without those that cannot act now, which would only cost time."""
+    idle: set[rules.RecoveryRule] = set()
+    if not forces:
+        idle |= {floor.confirm_call, floor.choose_tool}
+    if not closes:
+        idle.add(rules.close_long_thought)
+    if not holds:
+        idle.add(call_retry.watch)
+    if not counts:
+        idle.add(rules.count_calls)
+    if not loops:
+        idle.add(rules.find_loops)
+    if not (counts or loops):
+        idle.add(rules.end_after_loop)
+    return tuple(rule for rule in RULES if rule not in idle)
+
+
+def _finish_step(decision: StepDecision, policy: Policy) -> tuple[State, Effects]:
     """Return the state and the effects after a step: hold, retry, emit, finish."""
-    state, finish = cut.state, cut.finish
-    ids = state.ids.extended(cut.new)
-    # An empty answer is decoded again once if drafting was on, and a second time if the prompt's
-    # state came from the prefix cache.
-    left = state.retried == 0 or (state.retried == 1 and state.restored)
-    may_retry = policy.recovery.empty_retry and left and state.ran and policy.max_tokens > 0
-    looks = may_retry or (finish is not None and state.retried)
-    nothing = looks and not is_visible(ids, policy)
-    shown = cut.before - state.held
-    if finish and nothing and may_retry:  # none of it was emitted: again, without drafts
-        cut.note(speculation.RETRY)
-        kept = {"drafting": state.drafting, "restored": state.restored, "ran": True}
-        fresh = State(Phase.RETRY, retried=state.retried + 1, **kept)
-        return fresh, cut.effects(restart=Restart.FRESH if state.retried else Restart.SAVED)
-    if cut.retry_call:  # once the host has a grammar for the call, which is held
+    state = decision.state
+    finish = decision.finish
+    ids = state.ids.extended(decision.new)
+    may_retry = _may_retry(state, policy)
+    is_empty = False
+    if may_retry or (finish and state.retried):
+        is_empty = not is_visible(ids, policy)
+    shown = decision.before - state.held
+    if finish and is_empty and may_retry:  # none of the answer was emitted
+        decision.note(speculation.RETRY)
+        fresh = State(
+            Phase.RETRY,
+            drafting=state.drafting,
+            ran=True,
+            retried=state.retried + 1,
+            restored=state.restored,
+        )
+        return fresh, decision.effects(restart=Restart.FRESH if state.retried else Restart.SAVED)
+    if decision.retry_call:  # the call is held until the host has a grammar for it
         state = state._replace(ids=ids, held=len(ids) - max(shown, state.call_at))
-        return state, cut.effects(emit=ids[shown : state.call_at], restart=Restart.CALL)
+        return state, decision.effects(emit=ids[shown : state.call_at], restart=Restart.CALL)
     if finish and state.retried:
-        cut.note(speculation.CONFIRMED if nothing else speculation.RECOVERED)
-    if finish:
-        phase = Phase.DONE
-    elif state.retried:
-        phase = Phase.RETRY
-    else:
-        phase = Phase.SPECULATIVE if speculates(state, policy) else Phase.PLAIN
-    if nothing and may_retry:
+        decision.note(speculation.CONFIRMED if is_empty else speculation.RECOVERED)
+    if is_empty and may_retry:
         held = len(ids) - shown
     elif state.call_at >= 0 and not finish:
         held = len(ids) - state.call_at
     else:
         held = state.probe.lead if state.probe else 0
-    after = state._replace(phase=phase, ids=ids, held=held, fed=state.fed + len(cut.force))
-    assert finish or after.fed == len(ids) - 1, "one decided token, the last, is pending"
-    pending = {} if finish else {"replace": cut.replace, "force": cut.force}
-    emit = ids[shown : len(ids) - held]
-    return after, cut.effects(emit=emit, finish=finish, retract=cut.retract, **pending)
+    after = state._replace(
+        phase=_phase_after(state, finish, policy),
+        ids=ids,
+        held=held,
+        num_computed=state.num_computed + len(decision.force),
+    )
+    assert finish or after.num_computed == len(ids) - 1, "one decided token, the last, is pending"
+    effects = decision.effects(
+        emit=ids[shown : len(ids) - held],
+        replace=None if finish else decision.replace,
+        force=() if finish else decision.force,
+        finish=finish,
+        retract=decision.retract,
+    )
+    return after, effects
+
+
+def _may_retry(state: State, policy: Policy) -> bool:
+    """Return whether the answer is decoded again, without drafts, if it ends empty.
+
+    That happens once if drafting was on, and a second time if the prompt's state came from the
+    prefix cache.
+    """
+    if not policy.recovery.empty_retry or not state.ran or policy.max_tokens <= 0:
+        return False
+    return state.retried == 0 or (state.retried == 1 and state.restored)
+
+
+def _phase_after(state: State, finish: Finish | None, policy: Policy) -> Phase:
+    """Return the phase after a step."""
+    if finish:
+        return Phase.DONE
+    if state.retried:
+        return Phase.RETRY
+    return Phase.SPECULATIVE if speculates(state, policy) else Phase.PLAIN

@@ -55,7 +55,10 @@ def _language(fields: Mapping[str, str]) -> Language:
     return Language(
         future=compiled("future", r"(?<![\w'-])(?:{})(?![a-zà-ÿа-я])\s*"),
         opens=compiled("opens", r"(?<![\w'-])(?:{})\s*"),
-        **{name: compiled(name) for name in ("acts", "idle", "asks", "whole")},
+        acts=compiled("acts"),
+        idle=compiled("idle"),
+        asks=compiled("asks"),
+        whole=compiled("whole"),
     )
 
 
@@ -73,11 +76,11 @@ def english() -> Language:
 
 
 @functools.cache
-def words() -> Any:
+def expressions() -> Any:
     """Return the expressions that belong to no language, as attributes."""
-    read = _read()["words"]
-    joined = {name: re.compile("".join(text.splitlines())) for name, text in read.items()}
-    return types.SimpleNamespace(**joined)
+    texts = _read()["words"]
+    compiled = {name: re.compile("".join(text.splitlines())) for name, text in texts.items()}
+    return types.SimpleNamespace(**compiled)
 
 
 @functools.cache

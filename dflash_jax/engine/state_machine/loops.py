@@ -1,4 +1,4 @@
-"""The default loop rule: how long an output may repeat itself depends on the kind of text.
+"""The loop rule: how long an output may repeat itself depends on the kind of text.
 
 A loop is a unit of tokens that is repeated. Most healthy repetition is short, or it is data: the
 rows of a table, an array of zeros, a refrain. So a loop must reach a number of tokens that depends
@@ -7,14 +7,14 @@ found by token ids. Their text is decoded only when they just reached such a len
 output costs one search among the last tokens.
 """
 
+import bisect
 import enum
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from dflash_jax.engine.state_machine.announcements import SENTENCE_ENDS, Cue, cue_of
-from dflash_jax.engine.state_machine.words import Ids, Words
+from dflash_jax.engine.state_machine.output_vocabulary import Ids, OutputVocabulary
 from dflash_jax.tool_parsers.syntax import CallState
 
 # The kind of a repeated text, which decides how long an output may repeat it.
@@ -42,7 +42,8 @@ ONE_LETTER = re.compile(r"(?<![^\W\d_])[A-Za-z](?![^\W\d_])")  # of paths, notes
 RULES = re.compile(
     r"[-\s=_*#~.|+:/\\<>^'\"`,;()\[\]{}&%@$\u00b7\u2022\u2026\u2500-\u259f\u2800-\u28ff]*"
 )
-SHORT_LINE = 4  # characters of a line, its end included, that is no rule, such as a lone bullet
+# Most characters of a line, its end included, that is no rule, such as a lone bullet.
+SHORT_LINE = 4
 SENTENCES = re.compile(
     r"[^\W\d_]{2,},?[ ]+[^\W\d_]{2,}"  # two words
     r"|[^\W\d_]{2,}[.!?\u2026]+(?:\s|$)"  # the end of a sentence
@@ -51,7 +52,8 @@ SENTENCES = re.compile(
 PART_OF_WORD = re.compile(r"\A[^\W\d_]+|[^\W\d_]+\Z")
 SPANS = re.compile(r"`[^`\n]*`")
 SYMBOLS = frozenset('{}[]()<>"=\\;&|$%^@~+')
-MOST_SYMBOLS = 0.1  # of the characters that are no white space, in a sentence
+# Most symbols of a sentence, as a share of its characters that are no white space.
+MOST_SYMBOLS = 0.1
 QUOTES = re.compile('"'), re.compile(r"(?<!\w)'|'(?!\w)")  # an apostrophe is no quotation mark
 FENCE = re.compile(r"^[ \t]*(?:```|~~~)", re.MULTILINE)
 ITEM = re.compile(
@@ -59,7 +61,7 @@ ITEM = re.compile(
     r"|[a-z]\))[ \t]+\S"
 )
 ROW = re.compile(r"[ \t]*\|.*\|[ \t]*|[^,;\t|\n]*(?:(?:,(?! )|;(?! )|\t|\|)[^,;\t|\n]*){2,}")
-LONGEST_VERSE = 60  # characters of a line
+LONGEST_VERSE = 60  # most characters of a line of verse
 
 
 def kind_of(text: str, whole: str = "") -> Kind:
@@ -130,19 +132,22 @@ def is_quoted(text: str) -> bool:
     return any(len(mark.findall(line)) % 2 for mark in QUOTES)
 
 
-def in_block(text: str, words: Words) -> bool:
+def in_block(text: str, vocabulary: OutputVocabulary) -> bool:
     """Return whether an output ends in a code fence or a tool call."""
     if len(FENCE.findall(text)) % 2:
         return True
-    syntax = words.syntax if words.tools else None
+    syntax = vocabulary.syntax if vocabulary.tools else None
     return syntax is not None and syntax.call_state(text) is CallState.OPEN
 
 
-SHORT, MEDIUM, LONG = 8, 80, 512  # longest units of three sizes
-LEAST_READ = 24  # tokens whose text shows what is repeated
+# The longest units, in tokens, of three sizes.
+SHORT = 8
+MEDIUM = 80
+LONG = 512
+LEAST_READ = 24  # least number of tokens whose text is read to see what is repeated
 
-# For units of each size, the lengths that end a loop of a kind: a multiple of `loop_tokens`, and a
-# number of copies; both must be reached.
+# What ends a loop of a kind, for units of each size: a multiple of `loop_tokens`, and a number of
+# copies. Both must be reached.
 LIMITS: dict[Kind, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
     Kind.TEXT: ((1, 12), (2, 3), (2, 3)),
     Kind.WORD: ((2, 12), (2, 3), (2, 3)),
@@ -155,13 +160,6 @@ LIMITS: dict[Kind, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
 KINDS = list(LIMITS)
 
 
-class Seen(NamedTuple):
-    """The end of an output as one character per token, and the length of the whole output."""
-
-    ids: str = ""
-    count: int = 0
-
-
 def letters(ids: Sequence[int]) -> str:
     """Return ids as a string, one character per token. Larger vocabularies do not exist."""
     return "".join([chr(token % 0x110000) for token in ids])
@@ -171,16 +169,22 @@ class Lengths:
     """The lengths that end loops, in tokens.
 
     Args:
-      of: for the units of 1, 2, 3, ... tokens, all lengths that end a loop.
+      by_unit: for the units of 1, 2, 3, ... tokens, all lengths that end a loop.
+
+    Attributes:
+      of: all lengths that end a loop, by the tokens of its unit.
+      least: the least of them, by the tokens of the unit.
+      longest: tokens of the longest unit.
+      keep: number of tokens at the output's end that are needed: the longest allowed loop, and one
+        more.
+      key: number of tokens at the end that every loop of any of these lengths repeats.
     """
 
-    def __init__(self, of: Sequence[tuple[int, ...]]):
-        self.of: list[tuple[int, ...]] = [(), *of]
-        self.longest = len(of)
-        self.least = [min(lengths, default=0) for lengths in self.of]  # the smallest of them
-        # Tokens at the end that must be known: the longest allowed loop, and one more.
-        self.keep = max(map(max, of)) + 1
-        # Tokens at the end that every loop of any of these lengths repeats.
+    def __init__(self, by_unit: Sequence[tuple[int, ...]]):
+        self.of: list[tuple[int, ...]] = [(), *by_unit]
+        self.longest = len(by_unit)
+        self.least = [min(lengths, default=0) for lengths in self.of]
+        self.keep = max(map(max, by_unit)) + 1
         self.key = min(least - unit for unit, least in enumerate(self.least) if unit)
 
 
@@ -192,34 +196,39 @@ def lengths_of(loop_tokens: int, *, closed: bool) -> Lengths:
       loop_tokens: the length for short units of text.
       closed: whether a thought had to be closed: the lengths of medium units are halved then.
     """
-    of = []
+    by_unit = []
     for unit in range(1, LONG + 1):
-        size = (unit > SHORT) + (unit > MEDIUM)
+        size = bisect.bisect_left((SHORT, MEDIUM), unit)  # index of the limits: 0, 1 or 2
         parts = 2 if size == 1 and closed else 1
         limits = (LIMITS[kind][size] for kind in KINDS)
-        of.append(tuple(max(m * loop_tokens // parts, copies * unit) for m, copies in limits))
-    return Lengths(of)
+        by_unit.append(tuple(max(m * loop_tokens // parts, copies * unit) for m, copies in limits))
+    return Lengths(by_unit)
 
 
 def reached(ids: str, lengths: Lengths) -> tuple[int, int]:
     """Return the unit of a loop that has just reached a length, and that length; (0, 0) if none.
 
-    Each loop reaches each length once, at one token, regardless of how tokens are batched. `ids` is
-    the end of the output, one character per token.
+    Each loop reaches each length once, at one token, regardless of how tokens are batched.
+
+    Args:
+      ids: the end of the output, one character per token.
     """
     size = len(ids)
-    at = size - lengths.key
-    if at < 1:
+    key_start = size - lengths.key
+    if key_start < 1:
         return 0, 0
-    first, key = max(at - lengths.longest, 0), ids[at:]
+    key = ids[key_start:]
+    first = max(key_start - lengths.longest, 0)
+    copy_start = ids.rfind(key, first, size - 1)
     shorter: list[int] = []
-    while (at := ids.rfind(key, first, at + lengths.key - 1)) >= 0:
-        unit = size - lengths.key - at
+    while copy_start >= 0:
+        unit = key_start - copy_start
         least = lengths.least[unit]
         if _repeats(ids, unit, least) and not any(_repeats(ids, u, least) for u in shorter):
-            of = (length for length in lengths.of[unit] if _covers(ids, unit, length))
-            return unit, max(of, default=0)
+            covered = (length for length in lengths.of[unit] if _covers(ids, unit, length))
+            return unit, max(covered, default=0)
         shorter.append(unit)
+        copy_start = ids.rfind(key, first, copy_start + lengths.key - 1)
     return 0, 0
 
 
@@ -236,36 +245,45 @@ def _covers(ids: str, unit: int, length: int) -> bool:
 
 
 def too_long(
-    seen: str, since: Callable[[int], Ids], words: Words, loop_tokens: int, *, closed: bool
+    letters: str,
+    since: Callable[[int], Ids],
+    vocabulary: OutputVocabulary,
+    loop_tokens: int,
+    *,
+    closed: bool,
 ) -> str | None:
     """Return "runaway" or "period" if a loop just became too long for its kind of text.
 
     Args:
-      seen: the end of the output, one character a token.
+      letters: the end of the output, one character a token.
       since: returns the output from an index on; called only if a loop reached a length.
       closed: whether a thought had to be closed: the lengths of medium units are halved then.
     """
     lengths = lengths_of(loop_tokens, closed=closed)
-    unit, length = reached(seen, lengths)
+    unit, length = reached(letters, lengths)
     if not length:
         return None
     ids = since(0)
-    repeated = words.text(ids[-max(2 * unit, LEAST_READ) :])
-    whole = words.text(ids)
-    kind = Kind.BLOCK if in_block(whole, words) else kind_of(repeated, whole)
+    repeated = vocabulary.text(ids[-max(2 * unit, LEAST_READ) :])
+    whole = vocabulary.text(ids)
+    kind = Kind.BLOCK if in_block(whole, vocabulary) else kind_of(repeated, whole)
     if lengths.of[unit][KINDS.index(kind)] > length:
         return None
     return "runaway" if unit <= SHORT else "period"
 
 
-# Find loops with a counter: prose that is equal but for its numbers, such as "Step 7 is done."
+# The rest finds loops with a counter: prose that is equal but for its numbers, such as "Step 7 is
+# done."
 #
 # The output is read with every number as one and the same token. Sentences or lines that repeat in
 # this form end the output later than equal ones, and only in prose: in lists, tables, logs, code
 # and calls, counting is what data does.
 
 
-COPIES, LENGTH, LONGEST = 12, 512, 160  # of a loop, in tokens; and the longest unit
+# A loop with a counter has at least so many copies and tokens, of a unit of at most so many tokens.
+COPIES = 12
+LENGTH = 512
+LONGEST = 160
 NUMBER = "\U0010ffff"
 LENGTHS = Lengths([(max(LENGTH, COPIES * unit),) for unit in range(1, LONGEST + 1)])
 DIGITS = re.compile(r"\d+(?:[.,]\d+)*")
@@ -279,23 +297,25 @@ FIELDS = re.compile(
 @functools.lru_cache(maxsize=65536)
 def _masked(text: Callable[[Ids], str], token: int) -> str:
     """Return a token as characters, with one character for a number."""
-    shown = text((token,))
-    if not any(map(str.isdigit, shown)):
+    token_text = text((token,))
+    if not any(map(str.isdigit, token_text)):
         return chr(token % 0x110000)
-    return NUMBER + DIGITS.sub("", shown).strip()
+    return NUMBER + DIGITS.sub("", token_text).strip()
 
 
-def with_masked(masked: str, tokens: Sequence[int], words: Words) -> str:
+def with_masked(masked: str, tokens: Sequence[int], vocabulary: OutputVocabulary) -> str:
     """Return the end of a masked output with more tokens."""
     for token in tokens:
-        more = _masked(words.text, token)
-        if more.startswith(NUMBER) and masked.endswith(NUMBER):
-            more = more[1:]
-        masked += more
+        characters = _masked(vocabulary.text, token)
+        if characters.startswith(NUMBER) and masked.endswith(NUMBER):
+            characters = characters[1:]
+        masked += characters
     return masked[-LENGTHS.keep :]
 
 
-def counted_too_long(masked: str, since: Callable[[int], Ids], words: Words) -> bool:
+def counted_too_long(
+    masked: str, since: Callable[[int], Ids], vocabulary: OutputVocabulary
+) -> bool:
     """Return whether a loop of prose with a counter just became too long.
 
     Args:
@@ -305,8 +325,8 @@ def counted_too_long(masked: str, since: Callable[[int], Ids], words: Words) -> 
     unit, length = reached(masked, LENGTHS)
     if not length or NUMBER not in masked[-unit:]:
         return False
-    whole = words.text(since(0))
-    if in_block(whole, words):
+    whole = vocabulary.text(since(0))
+    if in_block(whole, vocabulary):
         return False
     ends = [at.end() for at in SENTENCE_ENDS.finditer(whole)][-COPIES - 1 :]
     if len(ends) <= COPIES:

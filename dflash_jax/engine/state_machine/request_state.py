@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, overload
 
 from dflash_jax.engine.state_machine import guards
 from dflash_jax.engine.state_machine.guards import NO_MEMORY, LoopMemory
+from dflash_jax.engine.state_machine.output_reader import OutputReader
+from dflash_jax.engine.state_machine.output_vocabulary import NO_VOCABULARY, Ids, OutputVocabulary
 from dflash_jax.engine.state_machine.settings import OFF, Recovery
 from dflash_jax.engine.state_machine.speculation import NOTES, UNKNOWN, BreakEven, DraftingState
-from dflash_jax.engine.state_machine.words import NO_WORDS, Ids, Words
 
 
 class TokenIds(Sequence[int]):
@@ -90,37 +91,52 @@ class Restart(enum.Enum):
 class Policy:
     """Options of the request and facts about the engine that the state machine depends on."""
 
-    max_tokens: int
+    max_tokens: int  # most tokens of output
     stop_ids: frozenset[int] = frozenset()
-    speculative: bool = True
-    prompt_tokens: int = 0
+    speculative: bool = True  # whether the request may draft
+    prompt_tokens: int = 0  # number of tokens of the prompt
     break_even: BreakEven = UNKNOWN
-    # Never stop drafting. Whether the in-flight step drafts depends on timing, and inexact tokens
-    # would depend on that.
+    # Whether the request drafts even where that does not pay off. Whether the step in flight drafts
+    # depends on timing, and inexact tokens would depend on that.
     fixed: bool = False
     recovery: Recovery = OFF
-    words: Words = NO_WORDS
+    vocabulary: OutputVocabulary = NO_VOCABULARY
+    # Reads the output by `vocabulary`; None where no rule applies.
+    reader: OutputReader | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        is_known = self.reader is not None and self.reader.vocabulary is self.vocabulary
+        if self.recovery is not OFF and not is_known:
+            object.__setattr__(self, "reader", OutputReader(self.vocabulary))
+
+    @property
+    def output(self) -> OutputReader:
+        """The reader of the output, for rules."""
+        assert self.reader is not None
+        return self.reader
 
     @property
     def close_at(self) -> int | None:
         """Output length at which an open thought is closed; None for never."""
         reserve = self.recovery.answer_reserve
-        if not reserve or not self.words.close:
+        if not reserve or not self.vocabulary.close:
             return None
-        return self.max_tokens - (reserve if reserve < self.max_tokens else self.max_tokens // 2)
+        if reserve >= self.max_tokens:
+            reserve = self.max_tokens // 2
+        return self.max_tokens - reserve
 
 
 class CallProbe(NamedTuple):
     """A possible stall at which the target is probed for a tool call.
 
     The text that leads to a call (the lead) was forced in place of the end token, and is held. Each
-    further step reports the odds of one token of the call's marker, which is then forced as well.
+    further step reports the margin of one token of the call's marker, which is then forced as well.
     """
 
     end: int  # the end token, which is restored if a call is not likely enough
-    lead: int  # number of ids of `Words.opening` at the output's end
-    odds: float  # sum of the log-ratios so far, the first of them against the end token
-    wanted: float  # least sum of the odds at which a call is forced
+    lead: int  # number of ids of `OutputVocabulary.opening` at the output's end
+    margin: float  # sum of the margins so far, the first of them against the end token
+    wanted_margin: float  # least sum of the margins at which a call is forced
 
 
 class State(NamedTuple):
@@ -128,14 +144,14 @@ class State(NamedTuple):
 
     phase: Phase = Phase.WAITING
     ids: TokenIds = TokenIds()  # decided output; only held tokens are ever dropped from it
-    held: int = 0  # number of them that were not emitted yet
-    fed: int = 0  # number of them in the caches
+    held: int = 0  # number of ids at the end that were not emitted yet
+    num_computed: int = 0  # number of ids in the caches
     drafting: DraftingState = DraftingState()
     guard: str | None = None  # the loop the last token completed; the next token ends the output
-    memory: LoopMemory = NO_MEMORY
+    memory: LoopMemory = NO_MEMORY  # of the rules for loops
     injected: bool = False  # a tool call was begun
-    # Possible continuations of that call, for each declared tool the ids up to its arguments;
-    # empty once the tool is chosen.
+    # Possible continuations of the call that was begun: for each declared tool, the ids up to its
+    # arguments. Empty once the tool is chosen.
     calls: tuple[Ids, ...] = ()
     call_at: int = -1  # output index at which a held call begins; -1 without one
     call_retried: bool = False  # a call was decoded again
@@ -156,26 +172,26 @@ class Prefilled(NamedTuple):
     """The prompt was fed, and decided the first token; see `Stepped` for the fields."""
 
     token: int
-    next_best: int = -1
+    replacement_token: int = -1
     finite: bool = True
     restored: bool = False
-    call_odds: float | None = None
+    tool_call_margin: float | None = None
 
 
 class Stepped(NamedTuple):
     """The device decided tokens for the row; none if the row had stopped."""
 
     tokens: Ids
-    finite: bool = True
-    draft_finite: bool = True
-    next_best: int = -1  # best token at the last position that is no stop token
+    finite: bool = True  # whether the target's logits are
+    draft_finite: bool = True  # whether the drafter's logits are
+    replacement_token: int = -1  # best token at the last position that is no stop token
     num_drafts: int = 0  # tokens that were drafted for the row; 0 in a plain step
-    # Of the token that leads to a tool call at the last position, see `StepOutput`; None if the
-    # device does not report them.
-    call_odds: float | None = None
-    # Tokens of the row's block where it drafted, which a drafter may leave without drafts; else 0.
+    # Margin of the token that leads to a tool call at the last position, see `StepOutput`; None if
+    # the device does not report it.
+    tool_call_margin: float | None = None
+    # Tokens of the row's block if it drafted, even if the drafter proposed nothing; else 0.
     block: int = 0
-    rows: int = 1  # that decoded in the step
+    rows: int = 1  # number of rows that decoded in the step
 
 
 class Cancelled(NamedTuple):
@@ -192,48 +208,53 @@ Event = Prefilled | Stepped | Cancelled | CallRetried
 
 
 class Effects(NamedTuple):
-    """What the engine has to do, in this order."""
+    """The engine's tasks after an event, in this order."""
 
-    emit: Ids = ()  # give these tokens to the caller
+    emit: Ids = ()  # tokens to give to the caller
     replace: int | None = None  # the new pending token
-    force: Ids = ()  # tokens to feed after it; the last of them is pending afterwards
-    restart: Restart | None = None  # decode again from there
-    finish: Finish | None = None  # the request ended
+    force: Ids = ()  # tokens to feed after the pending one; the last of them is pending afterwards
+    restart: Restart | None = None  # from where to decode again
+    finish: Finish | None = None  # why the request ended
     fallback: str | None = None  # why this round was plain, or later ones will be
     notes: tuple[str, ...] = ()  # recovery events, to be counted and logged
-    places: tuple[int, ...] = ()  # output index of each event, at most the output's length
+    positions: tuple[int, ...] = ()  # output index of each event, at most the output's length
     retract: int = 0  # number of held ids at the end that were dropped before anything else
 
-    def notes_before(self, place: int) -> tuple[str, ...]:
-        """Return the events before an output index, and those of drafting."""
-        pairs = zip(self.notes, self.places, strict=True)
-        return tuple(note for note, at in pairs if at < place or note in NOTES)
+    def notes_before(self, length: int) -> tuple[str, ...]:
+        """Return the events of the first `length` output tokens, and those of drafting."""
+        events = zip(self.notes, self.positions, strict=True)
+        return tuple(note for note, at in events if at < length or note in NOTES)
 
 
 @dataclasses.dataclass(slots=True)
-class StepCut:
-    """The ids of one step that count, and the effects that follow, while they are being decided."""
+class StepDecision:
+    """What is decided about the tokens of one step, while rules judge them one by one.
 
-    state: State
-    before: int  # ids decided before
+    Fields that `Effects` has as well become those of the step's effects.
+    """
+
+    state: State  # the next state, as far as it is decided
+    before: int  # number of ids that were decided before the step
     fallback: str | None = None
-    new: list[int] = dataclasses.field(default_factory=list)
+    token: int = -1  # the token that is judged; rules may replace it by another one
+    loops: guards.Guard | None = None  # None where no rule for loops applies
+    new: list[int] = dataclasses.field(default_factory=list)  # ids of the step that count
     replace: int | None = None
     force: Ids = ()
     finish: Finish | None = None
     retract: int = 0
-    retry_call: bool = False  # decode the call at `State.call_at` again
+    retry_call: bool = False  # whether the call at `State.call_at` is decoded again
     notes: list[str] = dataclasses.field(default_factory=list)
-    places: list[int] = dataclasses.field(default_factory=list)  # of the notes
+    positions: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def ids(self) -> Ids:
         """The output, the new ids included."""
         return (*self.state.ids[:], *self.new)
 
-    def since(self, place: int) -> Ids:
+    def since(self, start: int) -> Ids:
         """Return the output from an index on."""
-        return (*self.state.ids[place:], *self.new[max(place - self.before, 0) :])
+        return (*self.state.ids[start:], *self.new[max(start - self.before, 0) :])
 
     @property
     def length(self) -> int:
@@ -247,20 +268,22 @@ class StepCut:
     def note(self, event: str) -> None:
         """Record a recovery event at the index of the next output token."""
         self.notes.append(event)
-        self.places.append(self.length)
+        self.positions.append(self.length)
 
     def force_tokens(self, ids: Ids, note: str) -> None:
-        """Put ids in place of the pending token and after it."""
+        """Replace the pending token by the first of these ids, and force the others after it."""
         self.note(note)
         self.new += ids
-        self.replace, self.force = ids[0], ids[1:]
+        self.replace = ids[0]
+        self.force = ids[1:]
 
     def end(self, finish: Finish) -> None:
         """End the output, and note a loop if that is the reason.
 
         A loop is the reason unless an end token came first; repeated calls are always noted.
         """
-        self.finish, guard = finish, self.state.guard
+        self.finish = finish
+        guard = self.state.guard
         if guard is not None and (finish is Finish.LENGTH or guard == guards.REPEATED_CALLS):
             self.note(guard)
 
@@ -269,28 +292,36 @@ class StepCut:
         for i, token in enumerate(self.new):
             if token in policy.stop_ids:
                 del self.new[i + 1 :]
-                return self.end(Finish.STOP)
+                self.end(Finish.STOP)
+                return
 
     def effects(self, **others: Any) -> Effects:
         """Return effects with the notes and the fallback of the step."""
-        notes, places = tuple(self.notes), tuple(self.places)
-        return Effects(fallback=self.fallback, notes=notes, places=places, **others)
+        return Effects(
+            fallback=self.fallback,
+            notes=tuple(self.notes),
+            positions=tuple(self.positions),
+            **others,
+        )
 
 
 def speculates(state: State, policy: Policy) -> bool:
     """Return whether the next step should draft; a step that chooses a tool need not."""
-    return policy.speculative and not state.retried and state.drafting.drafts and not state.calls
+    if not policy.speculative or state.retried or state.calls:
+        return False
+    return state.drafting.drafts
 
 
 def is_visible(ids: Sequence[int], policy: Policy) -> bool:
     """Return whether anything of an output is visible to the caller."""
-    ended = bool(ids) and ids[-1] in policy.stop_ids
-    return policy.words.is_visible(ids[:-1] if ended else ids)
+    if ids and ids[-1] in policy.stop_ids:
+        ids = ids[:-1]
+    return policy.vocabulary.is_visible(ids)
 
 
 def room(state: State, policy: Policy) -> int:
     """Return the number of output tokens at which the device has to wait for the host."""
-    if state.calls:
+    if state.calls:  # the next token chooses a tool
         return min(state.num_decided + 1, policy.max_tokens)
     if policy.close_at is None or state.past_close:
         return policy.max_tokens
@@ -303,8 +334,10 @@ def choices(state: State) -> Ids:
 
 
 def opening(state: State, policy: Policy) -> int:
-    """Return the token whose odds the next step reports; -1 for none."""
+    """Return the token whose margin the next step reports; -1 for none."""
+    opening = policy.vocabulary.opening
     if state.probe:
-        return policy.words.opening[state.probe.lead]
-    judges = policy.recovery.floor and policy.recovery.below_floor == "odds"
-    return policy.words.opening[0] if judges and policy.words.opening else -1
+        return opening[state.probe.lead]
+    if policy.recovery.floor and opening:
+        return opening[0]
+    return -1

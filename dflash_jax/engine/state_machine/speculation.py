@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 # is noted depends on the block size: one size may see 256 rejected drafts where another accepted
 # some, and a block of one token drafts nothing.
 DEAD = "drafter_dead"
-RETRY, CONFIRMED, RECOVERED = "empty_retry", "empty_retry_confirmed_eos", "empty_retry_recovered"
+RETRY = "empty_retry"
+CONFIRMED = "empty_retry_confirmed_eos"
+RECOVERED = "empty_retry_recovered"
 RETRIES = (RETRY, CONFIRMED, RECOVERED)
 NOTES = (DEAD, *RETRIES)
 DEAD_AFTER = 256  # drafts of which none was accepted
@@ -21,32 +23,35 @@ BAD_DRAFTS = 3  # non-finite drafts in a row after which a request goes on witho
 # Acceptance is judged by a mean over about 1 / SMOOTHING rounds. One over 5 rounds is noise: where
 # drafting gains a fifth, chance stops it for 85 % of the tokens, as against 16 %.
 SMOOTHING = 0.04
-PRIOR = 16  # rounds that an expectation weighs as much as
-HEADROOM = 1.3  # of break-even: the mean rises no further, so that it falls in time
-TRIAL, PROBE = 8, 4  # rounds before a verdict: without an expectation, and with one
-PAUSE, LONGEST_PAUSE = 64, 1024  # tokens decoded plainly between probes
+PRIOR = 16  # an expectation weighs as much as so many rounds
+HEADROOM = 1.3  # the mean rises no further than to this multiple of break-even, to fall in time
+TRIAL = 8  # rounds before a verdict without an expectation
+PROBE = 4  # rounds before a verdict with an expectation
+PAUSE = 64  # tokens that are decoded plainly before the first probe after a verdict
+LONGEST_PAUSE = 1024  # most tokens that are decoded plainly between probes
 FIRST_PAUSE = 32  # tokens before the first probe where drafting is not expected to pay off
 HORIZON = 64  # rounds over which the acceptance of requests is averaged
 EXPLORE_EVERY = 16  # one of 16 requests drafts at once whatever the history, to update it
-# The acceptance at a place is a mean over about 1 / FORGETTING rounds, and of NEIGHBOUR rounds as
-# at the place before it. So a narrow block whose drafts are all accepted soon grows: nothing
-# recent is known about the places after it.
-FORGETTING, NEIGHBOUR = 0.08, 1.5
-FIRST_PLACE = 0.9  # acceptance at the first place of which nothing is known
-INHERITED = 4.0  # rounds that the acceptance of earlier requests weighs as much as
+# The acceptance at a position is a mean over about 1 / FORGETTING rounds, and of NEIGHBOUR rounds
+# as at the position before it. So a narrow block whose drafts are all accepted soon grows: nothing
+# recent is known about the positions after it.
+FORGETTING = 0.08
+NEIGHBOUR = 1.5
+FIRST_POSITION = 0.9  # acceptance at the first position while nothing is known of it
+INHERITED = 4.0  # the acceptance of earlier requests weighs as much as so many rounds
 
 
 class BreakEven(NamedTuple):
-    """Tokens that a drafted round must commit to pay off.
+    """Number of tokens that a drafted round must commit to pay off; unknown if all is empty.
 
     That is the time of a drafted step over that of a plain one, by the rows that decode, by the
     tokens before the step, and by the tokens of each row's block. Where a step is limited by
     arithmetic, a block takes longer than a token, so that the number grows with all three.
     """
 
-    rows: tuple[int, ...] = ()  # ascending, as those below; all empty if nothing is known
-    positions: tuple[int, ...] = ()  # tokens before the step
-    blocks: tuple[int, ...] = ()  # tokens of each row's block; the last is the plan's
+    rows: tuple[int, ...] = ()  # numbers of rows, ascending
+    positions: tuple[int, ...] = ()  # numbers of tokens before the step, ascending
+    blocks: tuple[int, ...] = ()  # tokens of each row's block, ascending; the last is the plan's
     lengths: tuple[tuple[tuple[float, ...], ...], ...] = ()  # break-even [rows][positions][blocks]
 
     @classmethod
@@ -55,74 +60,98 @@ class BreakEven(NamedTuple):
         return cls((1,), (0,), (1,), (((length,),),))
 
     def at(self, position: int, block: float | None = None, rows: int = 1) -> float:
-        """Return the number for a step, interpolated; 0 if it is unknown.
+        """Return the break-even of a step, interpolated; 0 if it is unknown.
 
         Args:
+          position: number of tokens before the step.
           block: tokens of each row's block, in the mean; by default the plan's.
-          rows: that decode.
+          rows: number of rows that decode.
         """
         if not self.lengths:
             return 0.0
-        where = (rows, position, self.blocks[-1] if block is None else block)
-        return _interpolated((self.rows, self.positions, self.blocks), self.lengths, where)
+        if block is None:
+            block = self.blocks[-1]
+        axes = (self.rows, self.positions, self.blocks)
+        return _interpolated(axes, self.lengths, (rows, position, block))
 
     def of_step(self, position: int, block: int, rows: int) -> "StepCost":
-        """Return what the rounds of a step cost, with blocks of some tokens."""
-        whole, own, least = (self.at(position, x, rows) for x in (None, block, 1))
+        """Return the cost of the rounds of a step, with blocks of some tokens."""
+        whole = self.at(position, None, rows)
+        own = self.at(position, block, rows)
+        least = self.at(position, 1, rows)
         return StepCost(whole, own, min(whole, own, least))
 
 
 class StepCost(NamedTuple):
     """Break-even of a step, in tokens that a round must commit; 0 if it is unknown."""
 
-    whole: float  # of the plan's block
-    own: float  # of the step's blocks
-    least: float  # of the smallest block
+    whole: float  # with the plan's block
+    own: float  # with the step's blocks
+    least: float  # with the smallest block
 
 
-def _interpolated(axes: tuple[tuple[int, ...], ...], table: Any, where: tuple[float, ...]) -> float:
-    """Return a number between those of a table, in which axes are nested; its ends go on."""
+def _interpolated(axes: tuple[tuple[int, ...], ...], table: Any, point: tuple[float, ...]) -> float:
+    """Return the value of a table at a point, linearly between its entries, constant outside.
+
+    Args:
+      axes: coordinates of the entries, ascending along each axis.
+      table: nested tuples, one level for each axis.
+      point: a coordinate along each axis.
+    """
     if not axes:
         return table
-    axis, place = axes[0], where[0]
-    after = bisect.bisect_right(axis, place)
+    axis = axes[0]
+    coordinate = point[0]
+    after = bisect.bisect_right(axis, coordinate)
 
-    def along(i: int) -> float:
-        return _interpolated(axes[1:], table[i], where[1:])
+    def value_at(index: int) -> float:
+        return _interpolated(axes[1:], table[index], point[1:])
 
-    if after in (0, len(axis)):
-        return along(max(after - 1, 0))
-    low, first = axis[after - 1], along(after - 1)
-    return first + (along(after) - first) * (place - low) / (axis[after] - low)
+    if after == 0:
+        return value_at(0)
+    before = after - 1
+    low = value_at(before)
+    if after == len(axis):
+        return low
+    step = value_at(after) - low
+    return low + step * (coordinate - axis[before]) / (axis[after] - axis[before])
 
 
 UNKNOWN = BreakEven()
 
 
 class Acceptance(NamedTuple):
-    """How often the draft at each place of a block was accepted lately.
+    """How often the draft at each position of a block was accepted lately.
 
-    A place counts as tried if all drafts before it were accepted, also where there was no draft.
+    A position counts as tried if all drafts before it were accepted, even if it had no draft.
     """
 
-    tried: tuple[float, ...] = ()  # rounds by place, older ones less
-    kept: tuple[float, ...] = ()  # those in which the draft was accepted
+    tried: tuple[float, ...] = ()  # number of rounds that tried each position, older ones less
+    kept: tuple[float, ...] = ()  # number of those rounds that accepted the draft
 
     def after_round(self, accepted: int, block: int) -> "Acceptance":
-        """Return it with a round that accepted so many drafts of a block of some tokens."""
+        """Return the acceptance after one more round.
+
+        Args:
+          accepted: number of drafts that the round accepted.
+          block: tokens of its block.
+        """
 
         def counted(counts: tuple[float, ...], reached: int) -> tuple[float, ...]:
-            places = (*counts, *[0.0] * (block - 1 - len(counts)))
-            return tuple(x * (1 - FORGETTING) + (i < reached) for i, x in enumerate(places))
+            faded = [count * (1 - FORGETTING) for count in counts]
+            faded += [0.0] * (block - 1 - len(counts))
+            return tuple(count + 1 if i < reached else count for i, count in enumerate(faded))
 
         tried = counted(self.tried, min(accepted + 1, block - 1))
         return Acceptance(tried, counted(self.kept, accepted))
 
     def reached(self, drafts: int) -> Iterator[float]:
-        """Yield the probability that each of so many drafts is accepted, those before it too."""
-        reached, rate, known = 1.0, FIRST_PLACE, len(self.tried)
+        """Yield for each of so many drafts the probability that it and all before it are kept."""
+        reached = 1.0
+        rate = FIRST_POSITION
         for i in range(drafts):
-            tried, kept = (self.tried[i], self.kept[i]) if i < known else (0.0, 0.0)
+            tried = self.tried[i] if i < len(self.tried) else 0.0
+            kept = self.kept[i] if i < len(self.kept) else 0.0
             rate = (kept + NEIGHBOUR * rate) / (tried + NEIGHBOUR)
             reached *= rate
             yield reached
@@ -134,27 +163,29 @@ class Acceptance(NamedTuple):
     def weighing(self, rounds: float) -> "Acceptance":
         """Return the same acceptance, as if known from at most so many rounds."""
         scale = min(1.0, rounds / max([*self.tried, rounds]))
-        return Acceptance(*(tuple(x * scale for x in counts) for counts in self))
+        tried = tuple(count * scale for count in self.tried)
+        kept = tuple(count * scale for count in self.kept)
+        return Acceptance(tried, kept)
 
 
 class DraftingState(NamedTuple):
-    """What is known about the use of drafting for one request."""
+    """Facts about one request by which it decides whether to draft."""
 
-    rounds: int = 0  # that drafted
-    drafted: int = 0  # drafts so far
-    accepted: int = 0  # of these
-    bad: int = 0  # steps in a row whose draft was not finite
-    # Mean tokens per round; those of a block of fewer tokens count by what they would be worth in
-    # the time of the plan's. 0 where nothing is known.
+    rounds: int = 0  # number of rounds that drafted
+    drafted: int = 0  # number of drafts so far
+    accepted: int = 0  # number of drafts that were accepted so far
+    bad: int = 0  # number of steps in a row whose draft was not finite
+    # Mean tokens per round, 0 where nothing is known. Tokens of a block that is smaller than the
+    # plan's count as many as the plan's block would have to commit in its own time.
     length: float = 0.0
-    total: float = 0.0  # of all rounds, counted the same way
-    evidence: int = 0  # rounds that the mean rests on
-    trial: int = TRIAL  # rounds until the next decision
+    total: float = 0.0  # tokens of all rounds, counted as in `length`
+    evidence: int = 0  # number of rounds that `length` rests on
+    trial: int = TRIAL  # number of rounds until the next verdict
     pause: int = 0  # plain tokens until drafting is tried again; 0 while drafting
     pauses: int = 0  # number of pauses; each is twice as long as the last
     acceptance: Acceptance = Acceptance()
-    # No draft was accepted, in many rounds or before drafts stopped being finite; recorded even if
-    # drafting must continue.
+    # Whether no draft was accepted, in many rounds or before drafts stopped being finite. It is
+    # recorded even if drafting must continue.
     dead: bool = False
     off: str | None = None  # why this request no longer drafts
 
@@ -168,16 +199,17 @@ class AcceptanceHistory(NamedTuple):
     """Acceptance of an engine's requests so far, from which later ones begin."""
 
     length: float = 0.0  # smoothed tokens per round, as `DraftingState.length`; 0 before the first
-    requests: int = 0  # that drafted and ended
-    acceptance: Acceptance = Acceptance()  # of the last of them, mostly
+    requests: int = 0  # number of requests that drafted and ended
+    acceptance: Acceptance = Acceptance()  # mostly of the request that ended last
 
     def after_request(self, ended: DraftingState) -> "AcceptanceHistory":
         """Return the history with the rounds of a request that ended."""
         if not ended.rounds:
             return self
-        length = ended.total / ended.rounds
-        weight = 1 - (1 - 1 / HORIZON) ** ended.rounds if self.requests else 1.0
-        length = self.length + weight * (length - self.length)
+        weight = 1.0
+        if self.requests:
+            weight = 1 - (1 - 1 / HORIZON) ** ended.rounds
+        length = self.length + weight * (ended.total / ended.rounds - self.length)
         acceptance = ended.acceptance.weighing(INHERITED)
         return AcceptanceHistory(length, self.requests + 1, acceptance)
 
@@ -187,8 +219,8 @@ class AcceptanceHistory(NamedTuple):
         A request that is not expected to gain by drafting first decodes some tokens plainly.
 
         Args:
-          number: of the request, in their order.
-          break_even: of its first step.
+          number: the request's place in the order of all.
+          break_even: tokens that a round of its first step must commit to pay off.
         """
         if not self.requests:
             return DraftingState()
@@ -203,44 +235,65 @@ NO_HISTORY = AcceptanceHistory()
 
 
 class Drafting(NamedTuple):
-    """What the number of drafts of a row that drafts depends on."""
+    """Facts about a row that drafts, by which its number of drafts is chosen."""
 
     acceptance: Acceptance
     break_even: BreakEven
-    position: int
-    most: int  # drafts that its request and the plan allow, at least 1
+    position: int  # number of tokens before the step
+    most: int  # number of drafts that its request and the plan allow, at least 1
 
 
 def choose_drafts(drafting: Mapping[int, Drafting], rows: int) -> dict[int, int]:
     """Return how many drafts each row makes, so that a step commits the most tokens in its time.
 
-    The first draft of each row is made in any case. Others follow in the order of the probability
-    that they are accepted, as long as that gains; all do where it is not known what they cost.
+    Each row makes its first draft in any case. Further drafts are added in the order of the
+    probability that they are accepted, for as long as that gains. Where the cost of drafts is not
+    known, each row makes as many as it may.
 
     Args:
       drafting: the rows that draft.
-      rows: all that decode, some of them plainly.
+      rows: number of rows that decode, some of them plainly.
     """
     if not drafting or not all(x.break_even.blocks[1:] for x in drafting.values()):
         return {row: x.most for row, x in drafting.items()}
     position = sum(x.position for x in drafting.values()) // len(drafting)
-    known = next(iter(drafting.values())).break_even
-    blocks, times = known.blocks, [known.at(position, block, rows) for block in known.blocks]
-    slope = (times[1] - times[0]) / (blocks[1] - blocks[0])
-    blocks, times = (0, *blocks), (times[0] - slope * blocks[0], *times)
-    odds = {row: tuple(x.acceptance.reached(x.most)) for row, x in drafting.items()}
-    further = sorted(((p, row) for row, each in odds.items() for p in each[1:]), reverse=True)
-    tokens = rows + sum(each[0] for each in odds.values())
-    best, most = 0, 0.0
+    break_even = next(iter(drafting.values())).break_even
+    blocks, times = _step_times(break_even, position, rows)
+    first_drafts = 0.0  # number of the first drafts that are expected to be accepted
+    further: list[tuple[float, int]] = []  # probability and row of each further draft
+    for row, x in drafting.items():
+        first, *others = x.acceptance.reached(x.most)
+        first_drafts += first
+        further += [(probability, row) for probability in others]
+    further.sort(reverse=True)
+    tokens = rows + first_drafts
+    best_count = 0
+    best_gain = 0.0
     for count in range(len(further) + 1):
-        tokens += further[count - 1][0] if count else 0.0
-        drafts = (len(odds) + count) / rows
-        if (gain := tokens / _interpolated((blocks,), times, (1 + drafts,))) >= most:
-            best, most = count, gain
-    chosen = dict.fromkeys(odds, 1)
-    for _, row in further[:best]:
+        if count:
+            tokens += further[count - 1][0]
+        mean_block = 1 + (len(drafting) + count) / rows
+        gain = tokens / _interpolated((blocks,), times, (mean_block,))
+        if gain >= best_gain:
+            best_count = count
+            best_gain = gain
+    chosen = dict.fromkeys(drafting, 1)
+    for _, row in further[:best_count]:
         chosen[row] += 1
     return chosen
+
+
+def _step_times(
+    break_even: BreakEven, position: int, rows: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return numbers of tokens of a block, from 0, and the time of a step with such blocks.
+
+    A plain step takes 1. The first two known times are continued to a block without tokens.
+    """
+    blocks = break_even.blocks
+    times = [break_even.at(position, block, rows) for block in blocks]
+    slope = (times[1] - times[0]) / (blocks[1] - blocks[0])
+    return (0, *blocks), (times[0] - slope * blocks[0], *times)
 
 
 def after_step(
@@ -258,20 +311,23 @@ def after_step(
     Args:
       decided: number of tokens the step committed; 0 if the row had stopped.
       drafts: number of tokens drafted for the row; 0 in a plain step.
-      block: tokens of the block if the row drafted, as some drafters propose nothing; else 0.
-      cost: of the step.
-      fixed: see `Policy`.
+      block: tokens of the block if the row drafted, even if the drafter proposed nothing; else 0.
+      finite: whether the drafter's logits are.
+      cost: break-even of the step.
+      fixed: whether drafting goes on even where it does not pay off, see `Policy`.
     """
-    block, (whole, own, cheapest) = max(block, drafts + 1), cost
+    block = max(block, drafts + 1)
+    whole, own, cheapest = cost
     if not finite:
         state = state._replace(bad=state.bad + 1)
         if state.bad >= BAD_DRAFTS:
-            off, dead = None if fixed else "draft_not_finite", state.dead or not state.accepted
+            off = None if fixed else "draft_not_finite"
+            dead = state.dead or not state.accepted
             state = state._replace(off=off, dead=dead)
         return state, "draft_not_finite"
     if state.pause:
         pause = max(state.pause - decided, 0)
-        if not pause:  # drafting is tried again, as if it had paid off just so
+        if not pause:  # drafting is tried again, as if it had just paid off
             recent = state.acceptance.weighing(PROBE)
             state = state._replace(trial=PROBE, length=whole, evidence=PRIOR, acceptance=recent)
         return state._replace(pause=pause), None

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
+from dflash_jax.engine.state_machine.output_vocabulary import Ids
 from dflash_jax.engine.state_machine.request_state import (
     CallRetried,
     Cancelled,
@@ -11,7 +12,6 @@ from dflash_jax.engine.state_machine.request_state import (
     Prefilled,
     Stepped,
 )
-from dflash_jax.engine.state_machine.words import Ids
 
 TokenSource = Literal["drafted", "target", "forced"]
 Tops = tuple[Any, Any]  # `TopTokens` of drafter and target, or None
@@ -19,10 +19,10 @@ NO_TOPS: Tops = (None, None)
 
 
 class CallTime(NamedTuple):
-    """When the rounds of a call ended, for a request."""
+    """The time at which a device call ended, to be shared by its rounds."""
 
     read: float  # when the call's results were read, in seconds
-    left: int = 1  # number of its rounds that were not recorded yet, this one included
+    left: int = 1  # number of the call's rounds that were not recorded yet, this one included
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,24 +34,26 @@ class RoundTrace:
 
     Attributes:
       tokens: output tokens, in order.
-      sources: where each came from: "drafted", a draft that the target accepted; "target", its own
-        choice; "forced", put there by recovery, or the only token that a grammar allowed.
+      sources: the source of each token: "drafted", a draft that the target accepted; "target", the
+        target's own choice; "forced", put there by recovery, or the only token that a grammar
+        allowed.
       proposed: number of drafts that were verified; 0 without drafting.
-      accepted: number of them that the target accepted, also after the output's end.
+      accepted: number of drafts that the target accepted, those after the output's end included.
       rejected: drafts from the first that the target did not accept, with `Plan.report_drafts`;
-        none if the output ended before.
-      copied: whether the drafts were copied from the text, and not the drafter's.
-      seconds: since the round before, or since the request was given a row; rounds of one call
+        none if the output ended before it.
+      copied: whether the n-gram drafter copied the drafts from earlier text.
+      seconds: time since the round before, or since the request was given a row; rounds of one call
         share its time equally.
       texts: text of each token; empty without a tokenizer, and for a token that completes no
-        character. Together with those of other rounds it is the output with special tokens.
+        character. The texts of all rounds together are the output with special tokens.
       rejected_texts: text of each rejected draft, after the tokens before it.
       drafts: the drafts that were verified, with `Plan.report_drafts` or `Plan.report_top`.
-      draft_top: the drafter's most probable tokens for each of them, with `Plan.report_top`: arrays
+      draft_top: the drafter's most probable tokens for each draft, with `Plan.report_top`: arrays
         `ids` and `probs` [drafts, N], by the logits that it chose from. None without drafting.
-      target_top: the same of the target [drafts + 1, N], before any logits processing: place i
-        follows the first i drafts.
-      prefill: whether it is the prefill of a prompt, which `Stats.rounds` does not count.
+      target_top: the target's most probable tokens, with `Plan.report_top`: arrays as in
+        `draft_top`, [drafts + 1, N], before any logits processing. Position i follows the first i
+        drafts.
+      prefill: whether the round is the prefill of a prompt, which `Stats.rounds` does not count.
     """
 
     tokens: tuple[int, ...]
@@ -72,8 +74,14 @@ class RoundTrace:
         """Return the round with its first `count` tokens only."""
         if count >= len(self.tokens):
             return self
-        kept = {name: getattr(self, name)[:count] for name in ("tokens", "sources", "texts")}
-        return dataclasses.replace(self, **kept, rejected=(), rejected_texts=())
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[:count],
+            sources=self.sources[:count],
+            texts=self.texts[:count],
+            rejected=(),
+            rejected_texts=(),
+        )
 
 
 class TraceRecorder:
@@ -85,8 +93,8 @@ class TraceRecorder:
 
     def __init__(self) -> None:
         self._rounds: collections.deque[RoundTrace] = collections.deque()  # not returned yet
-        self._emitted = 0  # tokens of these that were emitted
-        self._end = 0.0  # of the last round, in seconds
+        self._emitted = 0  # number of tokens of these rounds that were emitted
+        self._end = 0.0  # time at which the last round ended, in seconds
 
     def begin(self, now: float) -> None:
         """Note that the request was given a row."""
@@ -107,15 +115,15 @@ class TraceRecorder:
 
         Args:
           new: tokens that the event added to the decided ones.
-          retracted: number of decided tokens that it dropped before that.
-          drafts: that were verified, if the plan reports them.
-          copied: whether they were copied from the text.
-          tops: most probable tokens, if the plan reports them.
+          retracted: number of decided tokens that the event dropped before it added any.
+          drafts: the drafts that were verified, if the plan reports them.
+          copied: whether the drafts were copied from earlier text.
+          tops: the most probable tokens, if the plan reports them.
         """
         match event:
             case Cancelled() | CallRetried():
                 self._drop(retracted)
-            case _ if retracted:  # the end token in whose place a call was probed
+            case _ if retracted:  # a probe ended with the end token that it had replaced
                 self._restore(retracted, new)
             case Prefilled(token) if new:
                 self._add(Stepped((token,)), new, drafts, time, tops)
@@ -133,7 +141,8 @@ class TraceRecorder:
         *,
         copied: bool = False,
     ) -> None:
-        accepted, own = len(step.tokens) - 1, 0
+        accepted = len(step.tokens) - 1
+        own = 0
         for token, decided in zip(new, step.tokens, strict=False):
             if token != decided:
                 break
@@ -141,13 +150,24 @@ class TraceRecorder:
         sources: tuple[TokenSource, ...] = ("drafted",) * min(own, accepted)
         sources += ("target",) * (own - len(sources)) + ("forced",) * (len(new) - own)
         rejected = drafts[accepted:] if len(new) > accepted else ()
-        if rejected[:1] == step.tokens[-1:]:  # accepted too: the output ended there
+        if rejected[:1] == step.tokens[-1:]:  # the draft was accepted too, and the output ended
             rejected = ()
         seconds = (time.read - self._end) / time.left
         self._end += seconds
-        counts = step.num_drafts, accepted, rejected, copied, seconds
-        more = {"drafts": drafts, "draft_top": tops[0], "target_top": tops[1]}
-        self._rounds.append(RoundTrace(new, sources, *counts, **more))
+        draft_top, target_top = tops
+        traced = RoundTrace(
+            tokens=new,
+            sources=sources,
+            proposed=step.num_drafts,
+            accepted=accepted,
+            rejected=rejected,
+            copied=copied,
+            seconds=seconds,
+            drafts=drafts,
+            draft_top=draft_top,
+            target_top=target_top,
+        )
+        self._rounds.append(traced)
 
     def _drop(self, count: int) -> None:
         """Drop the last tokens, none of which was emitted."""
@@ -161,7 +181,7 @@ class TraceRecorder:
                 self._end -= last.seconds
 
     def _restore(self, count: int, end: Ids) -> None:
-        """Put the target's own end token in place of the last tokens, which were forced."""
+        """Replace the last tokens, which were forced, by the target's own end token."""
         while len(self._rounds) > 1 and count >= len(self._rounds[-1].tokens):
             count -= len(self._rounds.pop().tokens)
         if not self._rounds:
@@ -176,16 +196,16 @@ class TraceRecorder:
         """Drop all tokens, none of which was emitted: they are decoded again."""
         self._drop(sum(len(traced.tokens) for traced in self._rounds))
 
-    def force(self, place: int) -> None:
-        """Note that a grammar allowed no token but one, `place` tokens after the emitted ones."""
-        place += self._emitted
-        for at, traced in enumerate(self._rounds):
-            if place < len(traced.tokens):
-                if traced.sources[place] == "target":
-                    sources = (*traced.sources[:place], "forced", *traced.sources[place + 1 :])
-                    self._rounds[at] = dataclasses.replace(traced, sources=sources)
+    def force(self, index: int) -> None:
+        """Note that a grammar allowed no token but one, `index` tokens after the emitted ones."""
+        index += self._emitted
+        for i, traced in enumerate(self._rounds):
+            if index < len(traced.tokens):
+                if traced.sources[index] == "target":
+                    sources = (*traced.sources[:index], "forced", *traced.sources[index + 1 :])
+                    self._rounds[i] = dataclasses.replace(traced, sources=sources)
                 return
-            place -= len(traced.tokens)
+            index -= len(traced.tokens)
 
     def emit(self, count: int) -> list[RoundTrace]:
         """Return the rounds of which no token is held after `count` more were emitted."""
@@ -198,8 +218,9 @@ class TraceRecorder:
 
     def finish(self) -> list[RoundTrace]:
         """Return the last round if only some of its tokens were emitted; drop all others."""
-        some = self._emitted and self._rounds
-        rest = [self._rounds[0].shortened(self._emitted)] if some else []
+        rest = []
+        if self._emitted and self._rounds:
+            rest.append(self._rounds[0].shortened(self._emitted))
         self._rounds.clear()
         self._emitted = 0
         return rest

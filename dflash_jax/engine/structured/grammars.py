@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,22 +21,19 @@ import numpy as np
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sampling_params import Structure
 from dflash_jax.engine.structured.process import KEPT, SECONDS, SHORT, GrammarTrials
-from dflash_jax.engine.structured.sources import (
-    TOO_LARGE,
-    Source,
+from dflash_jax.engine.structured.refusals import (
+    OF_WHOLE,
     UsableSchema,
     schema_refusal,
-    schema_source,
-    source_of,
     text_refusal,
     usable,
 )
+from dflash_jax.engine.structured.sources import Source, schema_source, source_of
 from dflash_jax.engine.structured.trial_process import REFUSED, compiled, reason
 from dflash_jax.engine.vocabulary import calls_grammar
 from dflash_jax.errors import RequestError, StructureError, install_hint
 from dflash_jax.graph.keys import Variant
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tool_parsers.grammar_bounds import check_schema
 
 MASK_SECONDS = 5.0  # that the masks of one row may take; they take milliseconds
 Build = Callable[[tuple[Variant, ...]], object]  # compiles missing programs
@@ -50,8 +47,11 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]):
-        self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._eos = list(eos)
         self.seconds = SECONDS  # that compiling one grammar may take; may be changed
+        self.trusted = False  # whether grammars come from a process that has tried them
         self._lock = threading.Lock()
         self._shared: tuple[Any, GrammarTrials] | None = None  # the first is an LLTokenizer
         self._verdicts: dict[bytes, str | None] = {}  # why structures are refused, the oldest first
@@ -80,7 +80,8 @@ class Grammars:
         except RequestError as error:
             raise StructureError(str(error)) from error
         try:
-            trials.check(source.grammar, self.seconds, source.parts)
+            if not self.trusted:
+                trials.check(source.grammar, self.seconds, source.parts)
         except RequestError as error:
             reason = self._explained(source, str(error))
             if trials.knows(source.grammar):  # otherwise the process failed
@@ -151,12 +152,7 @@ class Grammars:
         Raises:
           RequestError: grammars cannot be compiled here.
         """
-        attempt = self._attempt(end, strict=False)
-        try:
-            check_schema(schema)
-        except RequestError as error:
-            return UsableSchema(schema, refused=("#", str(error)))
-        return usable(schema, attempt)
+        return usable(schema, self._attempt(end, strict=False))
 
     def _attempt(self, end: float, *, strict: bool) -> Callable[..., str | None]:
         """Return a function that returns why a schema is refused; None if it is not, or unknown.
@@ -188,10 +184,10 @@ class Grammars:
         together = "\n".join(choices)  # there may be thousands
         specials = [text for text in self._tokenizer.special_texts if text and text in together]
         for choice in choices if specials else ():
-            found = [text for text in specials if text in choice]
-            if found:
+            contained = [text for text in specials if text in choice]
+            if contained:
                 raise RequestError(
-                    f"the choice {choice[:80]!r} contains {found[0]!r}, a special token of this"
+                    f"the choice {choice[:80]!r} contains {contained[0]!r}, a special token of this"
                     " model, which is no text; leave it out"
                 )
 
@@ -203,7 +199,8 @@ class Grammars:
         """
         if not error.startswith(REFUSED):
             return error
-        if source.kind == "json" and (brief or source.schema is None or TOO_LARGE in error):
+        whole = source.schema is None or any(text in error for text in OF_WHOLE)
+        if source.kind == "json" and (brief or whole):
             return schema_refusal({}, error, lambda _: None)
         if source.schema is None:
             return text_refusal(source.kind, error)
@@ -307,6 +304,7 @@ def _key(structure: Structure) -> bytes:
         return b""
 
 
+Made = Callable[[Structure | None, Grammar | None, str], object]
 MaskTask = tuple[Grammar, np.ndarray, list[int]]  # a grammar, and the arguments of its `fill`
 
 
@@ -322,31 +320,54 @@ class CallGrammars:
         build: Build,
         tokenizer: Tokenizer | None,
     ):
-        self.grammars, self._build, self._tokenizer = grammars, build, tokenizer
+        self.grammars = grammars
+        self._build = build
+        self._tokenizer = tokenizer
         self._thread = ThreadPoolExecutor(1, "call-grammars")  # started when first used
 
-    def begin(self, request: Request, before: str = "") -> Future[Grammar]:
+    def begin(self, request: Request, before: str, made: Made) -> None:
         """Begin to compile the grammar of a request's calls.
 
         Args:
           before: the beginning of a call, which is not decoded again.
+          made: called in the thread with the structure and its grammar, or with the error.
         """
-        return self._thread.submit(self._make, request, before)
+        self._thread.submit(self._run, request, before, made)
 
-    def _make(self, request: Request, before: str = "") -> Grammar:
+    def _run(self, request: Request, before: str, made: Made) -> None:
+        try:
+            structure = self.structure(request, before)
+            grammar = self.make(structure)
+        except BaseException as error:  # else the request would wait for ever
+            made(None, None, f"{error}")
+        else:
+            made(structure, grammar, "")
+
+    def structure(self, request: Request, before: str = "") -> Structure:
+        """Return the structure of a request's calls, for `SamplingParams.structured`.
+
+        Raises:
+          RequestError: no grammar can follow the schema of any tool.
+        """
         assert self._tokenizer is not None
         end = self.grammars.deadline()
         tools = []
-        for tool in request.words.tools:
-            found = self.grammars.usable_schema(tool.parameters, end)
-            if found.refused is None:
-                tools.append(dataclasses.replace(tool, parameters=found.schema))
+        for tool in request.vocabulary.tools:
+            usable = self.grammars.usable_schema(tool.parameters, end)
+            if usable.refused is None:
+                tools.append(dataclasses.replace(tool, parameters=usable.schema))
         if not tools:
             raise RequestError("no grammar can follow the schema of any declared tool")
-        words = dataclasses.replace(request.words, tools=tuple(tools))
-        grammar = self.grammars.make(
-            {"grammar": calls_grammar(words, self._tokenizer), "prefix": before}
-        )
+        vocabulary = dataclasses.replace(request.vocabulary, tools=tuple(tools))
+        return {"grammar": calls_grammar(vocabulary, self._tokenizer), "prefix": before}
+
+    def make(self, structure: Structure) -> Grammar:
+        """Return the grammar of a structure, once the programs that it needs are compiled.
+
+        Raises:
+          RequestError: it cannot be compiled.
+        """
+        grammar = self.grammars.make(structure)
         self._build((Variant.CONSTRAINED, Variant.RECOVERY))
         return grammar
 
@@ -356,13 +377,17 @@ class MaskThread:
 
     The compiler's code cannot be interrupted. Work on a mask is bounded, so that only an error of
     the compiler makes it take so long.
+
+    Args:
+      gives_up: whether a grammar that does not return is given up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gives_up: bool = True) -> None:
+        self._gives_up = gives_up
         self._batches: queue.SimpleQueue[_Batch | None] | None = None
 
     def fill(self, tasks: Sequence[MaskTask]) -> None:
-        """Fill the masks of rows; a grammar that takes longer than `MASK_SECONDS` gives up."""
+        """Fill the masks of rows; a grammar that takes longer than `MASK_SECONDS` may give up."""
         left = list(tasks)
         while left:
             batch = _Batch(left)
@@ -372,11 +397,12 @@ class MaskThread:
                 arguments = (self._batches,)
                 threading.Thread(target=_run, args=arguments, name="masks", daemon=True).start()
             self._batches.put(batch)
-            if batch.wait():
+            if batch.wait(MASK_SECONDS if self._gives_up else None):
                 return
             stuck = batch.abandon()
             left[stuck][0].give_up(f"its masks took longer than {MASK_SECONDS:g} s")
-            left, self._batches = left[stuck + 1 :], None
+            left = left[stuck + 1 :]
+            self._batches = None
 
 
 class _Batch:
@@ -403,10 +429,10 @@ class _Batch:
             self._error = error
         self._ended.set()
 
-    def wait(self) -> bool:
-        """Wait for the masks; return False if a task takes longer than `MASK_SECONDS`."""
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for the masks; return False if a task takes longer than some seconds."""
         seen = -1
-        while not self._ended.wait(MASK_SECONDS):
+        while not self._ended.wait(seconds):
             if self._done == seen:
                 return False
             seen = self._done

@@ -13,21 +13,24 @@ from dflash_jax.engine.structured import trial_process
 from dflash_jax.errors import RequestError
 from dflash_jax.utils.limited_process import MEMORY, ClosedError, LimitedProcess
 
-SECONDS = 30.0  # a grammar may take, by default
-SHORT = 1.0  # seconds of a short trial; only hostile grammars take longer
+SECONDS = 30.0  # most seconds that a grammar may take, by default
+SHORT = 1.0  # most seconds of a short trial; only hostile grammars take longer
 Part = tuple[str, str]  # a name for errors, and a grammar
-KEPT = 2048  # grammars whose verdict is remembered
+KEPT = 2048  # most grammars whose verdict is remembered
 
 
 class GrammarTrials:
     """Decides which grammars of users may be compiled, for one tokenizer, and remembers it.
 
-    A trial takes place in one of two processes, each started by the first grammar that needs it:
-    short trials in one, so that they never wait for a long one in the other.
+    There are two processes, each started by the first grammar that needs it. A trial takes at most
+    `SHORT` seconds in the first, so that no grammar waits long for others there. A grammar that
+    needs more time is tried in the second.
 
     Args:
-      tokenizer: text of a tokenizer.json; it has `vocab` ids, `eos` among them.
-      memory: bytes that a trial may take.
+      tokenizer: text of a tokenizer.json.
+      vocab: number of its ids.
+      eos: its end tokens.
+      memory: most bytes that a trial may take.
     """
 
     def __init__(self, tokenizer: str, vocab: int, eos: Sequence[int], memory: int = MEMORY):
@@ -35,30 +38,37 @@ class GrammarTrials:
         self._long = GrammarProcess(tokenizer, vocab, eos, memory)
         self._lock = threading.Lock()
         self._verdicts: collections.OrderedDict[bytes, str | None] = collections.OrderedDict()
+        # Grammars for which a short trial was too short, and that have no verdict yet.
+        self._slow: collections.OrderedDict[bytes, None] = collections.OrderedDict()
 
     def decide(self, grammar: str, seconds: float, parts: Sequence[Part] = ()) -> bool:
-        """Try a grammar for `SHORT` seconds at most; return whether `check` will take no longer.
+        """Try a grammar for at most `SHORT` seconds; return whether `check` will take no longer.
 
-        The grammar is in llguidance's own form, and may take `seconds` in all. Arguments are those
-        of `check`.
+        Args:
+          grammar: the grammar in llguidance's own form.
+          seconds: most seconds that it may take in all.
+          parts: names and grammars of parts to try by themselves, as they are reached only later.
         """
+        key = _key(grammar)
+        with self._lock:
+            if key in self._slow:
+                return False
         try:
             self._verdict(self._short, grammar, min(SHORT, seconds), parts)
         except TimeoutError:
             if seconds > SHORT:
+                self._note_slow(key)
                 return False
-            self._remember(_key(grammar), _too_slow(seconds))
+            self._remember(key, _too_slow(seconds))
         return True
 
     def check(self, grammar: str, seconds: float, parts: Sequence[Part] = ()) -> None:
-        """Try a grammar unless that was done before.
-
-        Args:
-          parts: names and grammars of parts to try by themselves, as they are reached only later.
+        """Try a grammar unless that was done before; arguments as for `decide`.
 
         Raises:
           RequestError: it is not understood, takes longer than `seconds`, or ends the process.
         """
+        self.decide(grammar, seconds, parts)  # most grammars need no long trial
         try:
             verdict = self._verdict(self._long, grammar, seconds, parts)
         except TimeoutError:
@@ -76,10 +86,11 @@ class GrammarTrials:
         self._short.start()
 
     def verdict(self, grammar: str, seconds: float, *, long: bool = False) -> str | None:
-        """Return why a grammar is refused after a trial; None if it is not, or unknown.
+        """Return why a grammar is refused after a trial; None if it is not, or takes too long.
 
         Args:
-          long: try it in the process of long trials, so that no short one waits.
+          seconds: most seconds of the trial.
+          long: whether to try it in the process of long trials, so that no short one waits.
         """
         try:
             return self._verdict(self._long if long else self._short, grammar, seconds)
@@ -104,7 +115,7 @@ class GrammarTrials:
     def _verdict(
         self, process: "GrammarProcess", grammar: str, seconds: float, parts: Sequence[Part] = ()
     ) -> str | None:
-        """Return why a grammar is refused, or None; try it in a process unless it is known.
+        """Return why a grammar is refused, or None; try it in a process unless that is known.
 
         Raises:
           TimeoutError: it takes longer.
@@ -114,14 +125,23 @@ class GrammarTrials:
             if key in self._verdicts:
                 self._verdicts.move_to_end(key)
                 return self._verdicts[key]
-        self._remember(key, verdict := process.attempt(grammar, seconds, parts))
+        verdict = process.attempt(grammar, seconds, parts)
+        self._remember(key, verdict)
         return verdict
 
     def _remember(self, key: bytes, verdict: str | None) -> None:
         with self._lock:
             self._verdicts[key] = verdict
+            self._slow.pop(key, None)
             if len(self._verdicts) > KEPT:
                 self._verdicts.popitem(last=False)
+
+    def _note_slow(self, key: bytes) -> None:
+        """Remember that a grammar needs a long trial."""
+        with self._lock:
+            self._slow[key] = None
+            if len(self._slow) > KEPT:
+                self._slow.popitem(last=False)
 
 
 class GrammarProcess(LimitedProcess):

@@ -6,16 +6,21 @@ A `LimitedProcess` loads this file alone, without the package.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-STACK = 2**20  # bytes; smaller than any thread's of the engine, so that no grammar overflows there
+# Bytes of the stack of a trial, which is smaller than that of any thread of the engine: a grammar
+# that passed its trial overflows no stack there.
+STACK = 2**20
 REFUSED = "the structure is not understood: "
 EMPTY = "NoExtensionBias"  # llguidance's error where no text may follow
-LEXER_FUEL = 250_000  # bounds a mask to about 0.2 s; llguidance's default of 10**6 lets it take 2 s
+# Bounds the time of a mask to about 0.2 s. Under llguidance's default of 10**6, one may take 2 s.
+LEXER_FUEL = 250_000
 
 
 def compiled(tokenizer: Any, grammar: str) -> tuple[Any, str | None]:
-    """Return a matcher at the start of a grammar, and why it cannot be used, if it cannot.
+    """Return a matcher at the start of a grammar, and why it cannot be used, or None.
 
-    The tokenizer is an `llguidance.LLTokenizer`, and the grammar in llguidance's own form.
+    Args:
+      tokenizer: an `llguidance.LLTokenizer`.
+      grammar: the grammar in llguidance's own form.
     """
     import llguidance
 
@@ -32,10 +37,11 @@ def compiled(tokenizer: Any, grammar: str) -> tuple[Any, str | None]:
 
 
 def tried(tokenizer: Any, grammar: str, parts: Sequence[Sequence[str]]) -> str | None:
-    """Return why a grammar cannot be used, if it cannot.
+    """Return why a grammar cannot be used, or None.
 
     Args:
-      parts: names and grammars of parts that are reached only later. Each has to match some text.
+      parts: names and grammars of parts that an output may reach only later. Each has to match some
+        text.
     """
     for name, part in parts:
         _, error = compiled(tokenizer, part)
@@ -50,15 +56,20 @@ def reason(matcher: Any) -> str:
 
 
 def prepare(setup: Mapping[str, Any]) -> Callable[[Any], str | None]:
-    """Return a function that tries a grammar, given alone or in a list with its parts."""
+    """Return a function that tries a grammar, or a list of a grammar and its parts.
+
+    Args:
+      setup: text of a tokenizer.json, "tokenizer", its number of ids, "vocab", and its end tokens,
+        "eos".
+    """
     import llguidance
 
     tokenizer = llguidance.LLTokenizer(
         setup["tokenizer"], n_vocab=setup["vocab"], eos_token=setup["eos"]
     )
 
-    def answer(given: Any) -> str | None:
-        grammar, *parts = given if isinstance(given, list) else [given]
+    def answer(question: Any) -> str | None:
+        grammar, *parts = question if isinstance(question, list) else [question]
         try:
             return tried(tokenizer, grammar, parts)
         except Exception as failure:  # such as text that is not valid Unicode

@@ -55,12 +55,14 @@ def stops_masked(logits: Logits, rules: RowRules) -> Logits:
     return mask(logits, outside)
 
 
-def finite_places(logits: Logits, kernels: str, live: Bool[Array, "B T"] | None = None) -> RowInts:
-    """Return the number of leading places of each row whose logits are finite.
+def finite_positions(
+    logits: Logits, kernels: str, live: Bool[Array, "B T"] | None = None
+) -> RowInts:
+    """Return the number of leading positions of each row whose logits are finite.
 
     Args:
-      live: places whose logits are not known to be zeros; all by default.
+      live: positions whose logits are not known to be zeros; all by default.
     """
-    places = logits.shape[1]
+    num_positions = logits.shape[1]
     good = all_finite(logits, kernels, live)
-    return jnp.where(good, places, jnp.arange(places)[None, :]).min(axis=1)
+    return jnp.where(good, num_positions, jnp.arange(num_positions)[None, :]).min(axis=1)

@@ -2,10 +2,10 @@
 
 | step              | forward pass over        | tokens committed                    |
 | ----------------- | ------------------------ | ----------------------------------- |
-| `prefill`         | a prompt chunk           | its `num_fed` tokens                |
+| `prefill`         | a prompt chunk           | its `num_tokens` tokens             |
 | `plain`           | anchor and padding       | 1                                   |
 | `speculative`     | anchor and drafts        | the anchor and the accepted drafts  |
-| `forced_tokens`   | tokens given by the host | `num_fed`                           |
+| `forced_tokens`   | tokens given by the host | `num_tokens`                        |
 | `prompt_logprobs` | a prompt chunk           | none                                |
 
 Every step is a pure function `(pair, params, state, logits_state, inputs) -> (state, logits_state,
@@ -16,7 +16,7 @@ after the position are garbage: masked, and overwritten by the next call.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from dflash_jax.graph.state import (
     restart_rows,
 )
 from dflash_jax.graph.steps import logits_processing, sampling
-from dflash_jax.graph.steps.acceptance import accept, cut, finite_places, frozen
+from dflash_jax.graph.steps.acceptance import accept, cut, finite_positions, frozen
 from dflash_jax.graph.steps.drafting import draft
 from dflash_jax.graph.steps.inputs import (
     DecodeInputs,
@@ -62,36 +62,67 @@ def prefill(
     pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: PrefillInputs
 ) -> StepResult:
     """Feed a prompt chunk; the token it decides is meaningful after the last chunk only."""
-    num_fed, rules = inputs.num_fed, inputs.rules
+    options = pair.options
+    rules = inputs.rules
+    lengths = inputs.num_tokens
     state = restart_rows(state, inputs.fresh)
     target, drafter, hidden = forward(
-        pair, params, state, inputs.tokens, chunked=True, num_live=num_fed
+        pair, params, state, inputs.tokens, chunked=True, num_live=lengths
     )
-    last = jnp.maximum(num_fed - 1, 0)
+    last = jnp.maximum(lengths - 1, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-    raw = logits = logits_of(pair, params, hidden)  # [B, 1, V]
-    if logits_state:
+    raw = logits_of(pair, params, hidden)  # [B, 1, V]
+    logits = raw
+    if logits_state is not None:
         logits = logits_state.process(raw, inputs.tokens[:, :0], inputs.masks)
-    num_tokens, zero = jnp.minimum(num_fed, 1), jnp.zeros_like(num_fed)
-    how: dict[str, Any] = {"sampled": pair.sampled, "kernels": pair.kernels}
-    token = sampling.choose_token(logits, zero, state.position + num_fed, rules, **how)
-    best = sampling.next_best(logits, token, zero, state.position + num_fed, rules, **how)
-    logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
-    finite = (finite_places(raw, pair.kernels) > 0) | (num_tokens == 0)
-    odds = sampling.call_odds(raw, token, zero, rules, pair.kernels)
-    more: Any = {"call_odds": odds, "tops": _tops(pair, None, raw)}
-    out = pack_output(token[:, None], num_tokens, best, finite, zero, **more)
+    num_tokens = jnp.minimum(lengths, 1)
+    zero = jnp.zeros_like(lengths)
+    token = sampling.choose_token(
+        logits,
+        zero,
+        state.position + lengths,
+        rules,
+        sampled=options.sampled,
+        kernels=options.kernels,
+    )
+    replacement = sampling.replacement_token(
+        logits,
+        token,
+        zero,
+        state.position + lengths,
+        rules,
+        sampled=options.sampled,
+        kernels=options.kernels,
+    )
+    logprobs = None
+    if logits_state is not None:
+        logprobs = logits_state.logprobs(raw, token[:, None])
+    finite = (finite_positions(raw, options.kernels) > 0) | (num_tokens == 0)
+    odds = sampling.tool_call_margin(raw, token, zero, rules, options.kernels)
+    tops = _top_tokens(pair, None, raw)
+    out = pack_output(
+        token[:, None],
+        num_tokens,
+        replacement,
+        finite,
+        zero,
+        tops=tops,
+        tool_call_margin=odds,
+    )
     out = dataclasses.replace(out, logprobs=logprobs)
-    drafter = pair.committed(state.drafter, drafter, num_fed)
-    state = commit(state, target, drafter, num_fed, token)
-    return state, logits_state and logits_state.count(out), out
+    drafter = pair.committed(state.drafter, drafter, lengths)
+    state = commit(state, target, drafter, lengths, token)
+    if logits_state is not None:
+        logits_state = logits_state.count(out)
+    return state, logits_state, out
 
 
 def plain(
     pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
 ) -> StepResult:
     """Decode one token per row, in a block padded to the width of drafted ones."""
-    padded = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, pair.block - 1))))
+    padding = pair.options.block - 1
+    padded = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, padding))))
     inputs = dataclasses.replace(inputs, draft=padded)
     return verify(pair, params, state, logits_state, inputs)
 
@@ -113,54 +144,59 @@ def verify(
     return state, logits_state, out
 
 
+class Decision(NamedTuple):
+    """What the target decided about a block, and how much of it is committed.
+
+    Attributes:
+      tokens: accepted drafts, and the token after them, which is the next anchor.
+      num_finite: number of leading positions whose logits are finite.
+      num_committed: number of tokens of the block that are committed.
+      idle: rows that are frozen, whose numbers are not reported.
+      last: position in the block after which the next anchor was decided.
+      anchor: the next anchor.
+      end: position of the next anchor.
+    """
+
+    tokens: Int[Array, "B T"]
+    num_finite: RowInts
+    num_committed: RowInts
+    idle: Bool[Array, " B"]
+    last: RowInts
+    anchor: RowInts
+    end: RowInts
+
+
 def verify_block(
     pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
 ) -> tuple[Logits, *StepResult]:
     """Verify a block as `verify` does, and return the processed logits before its results."""
     assert inputs.draft is not None
-    drafted, rules, block = inputs.draft, inputs.rules, inputs.draft.block
+    drafted = inputs.draft
+    block = drafted.block
+    rules = inputs.rules
     num_live = _num_live(pair, drafted, state, rules)
-    live = None if num_live is None else jnp.arange(block.shape[1])[None, :] < num_live[:, None]
+    live = None
+    if num_live is not None:
+        live = jnp.arange(block.shape[1])[None, :] < num_live[:, None]
     target, drafter, hidden = forward(
-        pair, params, state, block, chunked=not pair.exact, num_live=num_live
+        pair, params, state, block, chunked=not pair.options.exact, num_live=num_live
     )
-    # All of them where others than the choice of tokens read them.
-    whole = logits_state is not None or pair.report_top > 0 or pair.acceptance is not None
-    raw = logits = logits_of(pair, params, hidden, None if whole else num_live)
-    if logits_state:
+    # Reports, the pair's own acceptance and logits processing read the logits of all tokens.
+    reads_all = logits_state is not None or pair.keeps_logits
+    raw = logits_of(pair, params, hidden, None if reads_all else num_live)
+    logits = raw
+    if logits_state is not None:
         logits = logits_state.process(raw, block[:, 1:], inputs.masks)
     with jax.named_scope("verify"):
-        seen = None if logits_state else live  # logits that are processed are no zeros
-        tokens, num_decided = _decided(pair, drafted, logits, seen, state.position, rules)
-        good = finite_places(raw, pair.kernels, live)
-        num_committed = cut(
-            jnp.minimum(num_decided, good), tokens, state.anchor, state.position, rules
-        )
-        idle = frozen(state.anchor, state.position, rules)  # its numbers are not reported
-        last = jnp.maximum(num_committed - 1, 0)
-        anchor = jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
-        end = state.position + num_committed
-        how: dict[str, Any] = {"sampled": pair.sampled, "kernels": pair.kernels}
-        best = sampling.next_best(logits, anchor, last, end, rules, **how)
-        num_drafts = jnp.zeros_like(num_committed)
-        if drafted.num_drafts is not None and drafted.finite is not None:
-            reported = drafted.finite | (rules.max_drafts == 0) | idle
-            num_drafts = jnp.where(reported, drafted.num_drafts, -1)
-            if drafted.copied is not None:
-                num_drafts += jnp.where(drafted.copied & (num_drafts > 0), COPIED, 0)
-        logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
-        odds = sampling.call_odds(raw, anchor, last, rules, pair.kernels)
-        drafting = drafted.num_drafts is not None
-        reported = pair.output_sizes(block.shape[1], drafts=drafting).drafts
-        more: Any = {"drafts": block[:, 1:] if reported else None, "call_odds": odds}
-        more |= {"tops": _tops(pair, drafted.logits, raw)}
-        finite = (good > 0) | idle
-        out = pack_output(tokens, num_committed, best, finite, num_drafts, **more)
-        out = dataclasses.replace(out, logprobs=logprobs)
+        processed = logits_state is not None
+        decision = _decide(pair, state, inputs, raw, logits, live, processed=processed)
+        out = _report(pair, logits_state, inputs, raw, logits, decision)
     with jax.named_scope("commit"):
-        drafter = pair.committed(state.drafter, drafter, num_committed)
-        state = commit(state, target, drafter, num_committed, anchor)
-    return logits, state, logits_state and logits_state.count(out), out
+        drafter = pair.committed(state.drafter, drafter, decision.num_committed)
+        state = commit(state, target, drafter, decision.num_committed, decision.anchor)
+    if logits_state is not None:
+        logits_state = logits_state.count(out)
+    return logits, state, logits_state, out
 
 
 def _num_live(pair: Pair, drafted: Draft, state: DecodeState, rules: RowRules) -> RowInts | None:
@@ -170,8 +206,105 @@ def _num_live(pair: Pair, drafted: Draft, state: DecodeState, rules: RowRules) -
     """
     if not pair.skips_dead_tokens:
         return None
-    fed = 1 if drafted.num_drafts is None else 1 + drafted.num_drafts
-    return jnp.where(frozen(state.anchor, state.position, rules), 0, fed)
+    num_tokens = 1 if drafted.num_drafts is None else 1 + drafted.num_drafts
+    return jnp.where(frozen(state.anchor, state.position, rules), 0, num_tokens)
+
+
+def _decide(
+    pair: Pair,
+    state: DecodeState,
+    inputs: DecodeInputs,
+    raw: Logits,
+    logits: Logits,
+    live: Bool[Array, "B T"] | None,
+    *,
+    processed: bool,
+) -> Decision:
+    """Decide the tokens of a block, and how many of its tokens are committed.
+
+    Args:
+      raw: the target's logits.
+      logits: the same after logits processing, from which tokens are chosen.
+      live: positions that count; None if all do.
+      processed: whether logits were processed: then those of positions that do not count are no
+        zeros.
+    """
+    drafted = inputs.draft
+    rules = inputs.rules
+    assert drafted is not None
+    known = None if processed else live
+    tokens, num_decided = _decided(pair, drafted, logits, known, state.position, rules)
+    num_finite = finite_positions(raw, pair.options.kernels, live)
+    num_committed = cut(
+        jnp.minimum(num_decided, num_finite), tokens, state.anchor, state.position, rules
+    )
+    idle = frozen(state.anchor, state.position, rules)
+    last = jnp.maximum(num_committed - 1, 0)
+    anchor = jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
+    end = state.position + num_committed
+    return Decision(tokens, num_finite, num_committed, idle, last, anchor, end)
+
+
+def _report(
+    pair: Pair,
+    logits_state: Processing,
+    inputs: DecodeInputs,
+    raw: Logits,
+    logits: Logits,
+    decision: Decision,
+) -> StepOutput:
+    """Return the output of a step by what it decided; logits as for `_decide`."""
+    options = pair.options
+    drafted = inputs.draft
+    assert drafted is not None
+    block = drafted.block
+    rules = inputs.rules
+    replacement = sampling.replacement_token(
+        logits,
+        decision.anchor,
+        decision.last,
+        decision.end,
+        rules,
+        sampled=options.sampled,
+        kernels=options.kernels,
+    )
+    num_drafts = _reported_num_drafts(drafted, rules, decision)
+    logprobs = None
+    if logits_state is not None:
+        logprobs = logits_state.logprobs(raw, decision.tokens)
+    odds = sampling.tool_call_margin(raw, decision.anchor, decision.last, rules, options.kernels)
+    drafting = drafted.num_drafts is not None
+    drafts = None
+    if pair.output_sizes(block.shape[1], drafting=drafting).drafts:
+        drafts = block[:, 1:]
+    tops = _top_tokens(pair, drafted.logits, raw)
+    finite = (decision.num_finite > 0) | decision.idle
+    out = pack_output(
+        decision.tokens,
+        decision.num_committed,
+        replacement,
+        finite,
+        num_drafts,
+        drafts=drafts,
+        tops=tops,
+        tool_call_margin=odds,
+    )
+    return dataclasses.replace(out, logprobs=logprobs)
+
+
+def _reported_num_drafts(drafted: Draft, rules: RowRules, decision: Decision) -> RowInts:
+    """Return the number of verified drafts of each row, as in its column of the output.
+
+    -1 where the drafter's numbers are not finite, unless the row does not draft.
+    """
+    num_drafts = jnp.zeros_like(decision.num_committed)
+    if drafted.num_drafts is None or drafted.finite is None:
+        return num_drafts
+    usable = drafted.finite | (rules.max_drafts == 0) | decision.idle
+    num_drafts = jnp.where(usable, drafted.num_drafts, -1)
+    if drafted.copied is not None:
+        num_drafts += jnp.where(drafted.copied & (num_drafts > 0), COPIED, 0)
+    return num_drafts
 
 
 def _decided(
@@ -183,18 +316,29 @@ def _decided(
     rules: RowRules,
 ) -> tuple[Int[Array, "B T"], RowInts]:
     """Return the decided tokens, accepted drafts first, and how many of them are valid."""
-    block, count = drafted.block, drafted.num_drafts
-    if count is None:
-        logits, live = logits[:, :1], None if live is None else live[:, :1]
-    how: dict[str, Any] = {"sampled": pair.sampled, "kernels": pair.kernels, "live": live}
-    chosen = sampling.choose_tokens(logits, position + 1, rules, **how)
-    num_decided = jnp.ones_like(position) if count is None else accept(block, chosen, count)
+    block = drafted.block
+    num_drafts = drafted.num_drafts
+    if num_drafts is None:
+        logits = logits[:, :1]
+        live = None if live is None else live[:, :1]
+    chosen = sampling.choose_tokens(
+        logits,
+        position + 1,
+        rules,
+        sampled=pair.options.sampled,
+        kernels=pair.options.kernels,
+        live=live,
+    )
+    if num_drafts is None:
+        num_decided = jnp.ones_like(position)
+    else:
+        num_decided = accept(block, chosen, num_drafts)
     token = jnp.take_along_axis(chosen, num_decided[:, None] - 1, axis=1)
-    if pair.acceptance is not None and count is not None:
-        num_decided, token = _own_decision(pair, drafted, logits, chosen, (position, rules))
-    place = jnp.arange(block.shape[1])[None, :]
+    if pair.acceptance is not None and num_drafts is not None:
+        num_decided, token = _own_decision(pair, drafted, logits, chosen, position, rules)
+    index = jnp.arange(block.shape[1])[None, :]
     following = jnp.roll(block, -1, axis=1)
-    return jnp.where(place == num_decided[:, None] - 1, token, following), num_decided
+    return jnp.where(index == num_decided[:, None] - 1, token, following), num_decided
 
 
 def _own_decision(
@@ -202,25 +346,33 @@ def _own_decision(
     drafted: Draft,
     logits: Logits,
     chosen: Int[Array, "B T"],
-    where: tuple[RowInts, RowRules],
+    position: RowInts,
+    rules: RowRules,
 ) -> tuple[RowInts, Int[Array, "B 1"]]:
     """Return the number of decided tokens and the last of them, by the pair's own acceptance.
 
     Tokens that masks exclude are not decided, and rows without drafts decode plainly.
+
+    Raises:
+      PlanError: the acceptance returns arrays of other shapes.
     """
     assert pair.acceptance is not None
     assert drafted.num_drafts is not None
-    (position, rules), drafts = where, drafted.block[:, 1:]
-    odds = jnp.take_along_axis(logits[:, :-1], drafts[:, :, None], axis=2)[:, :, 0]
-    able = (odds > -jnp.inf) & (jnp.arange(drafts.shape[1])[None] < drafted.num_drafts[:, None])
-    count = jnp.cumprod(able.astype(jnp.int32), axis=1).sum(axis=1)
-    places = position[:, None] + 1 + jnp.arange(chosen.shape[1])[None]
-    keys = jax.vmap(lambda at: sampling.row_keys(rules, at, sampling.ACCEPTANCE), 1, 1)(places)
     assert drafted.logits is not None  # the pair keeps them
-    given = Verification(drafts, count, drafted.logits, logits, chosen, rules.temperature, keys)
+    drafts = drafted.block[:, 1:]
+    draft_logits = jnp.take_along_axis(logits[:, :-1], drafts[:, :, None], axis=2)[:, :, 0]
+    able = draft_logits > -jnp.inf
+    able = able & (jnp.arange(drafts.shape[1])[None] < drafted.num_drafts[:, None])
+    count = jnp.cumprod(able.astype(jnp.int32), axis=1).sum(axis=1)
+    positions = position[:, None] + 1 + jnp.arange(chosen.shape[1])[None]
+    keys = jax.vmap(lambda at: sampling.row_keys(rules, at, sampling.ACCEPTANCE), 1, 1)(positions)
+    verification = Verification(
+        drafts, count, drafted.logits, logits, chosen, rules.temperature, keys
+    )
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        accepted, token = pair.acceptance(given)
-    accepted, token = jnp.asarray(accepted, jnp.int32), jnp.asarray(token, jnp.int32)
+        accepted, token = pair.acceptance(verification)
+    accepted = jnp.asarray(accepted, jnp.int32)
+    token = jnp.asarray(token, jnp.int32)
     if accepted.shape != count.shape or token.shape != count.shape:
         raise PlanError(
             f"the pair's acceptance returned shapes {accepted.shape} and {token.shape}; expected"
@@ -230,20 +382,26 @@ def _own_decision(
     own = jnp.take_along_axis(chosen, within[:, None], axis=1)
     token = jnp.clip(token, 0, logits.shape[2] - 1)[:, None]
     last = jnp.take_along_axis(logits, within[:, None, None], axis=1)[:, 0]
-    right = (within == accepted) & (count > 0)
-    right &= jnp.take_along_axis(last, token, axis=1)[:, 0] > -jnp.inf
-    return 1 + within, jnp.where(right[:, None], token, own)
+    allowed = (within == accepted) & (count > 0)
+    allowed &= jnp.take_along_axis(last, token, axis=1)[:, 0] > -jnp.inf
+    return 1 + within, jnp.where(allowed[:, None], token, own)
 
 
-def _tops(pair: Pair, drafts: Logits | None, target: Logits) -> tuple[TopTokens, ...]:
-    """Return the most probable tokens of drafter and target that the plan reports."""
-    if not pair.report_top:
+def _top_tokens(pair: Pair, drafts: Logits | None, target: Logits) -> tuple[TopTokens, ...]:
+    """Return the most probable tokens of drafter and target that the plan reports.
+
+    Args:
+      drafts: logits of the drafter; None if it made no drafts.
+    """
+    count = pair.options.report_top
+    if not count:
         return ()
-    found = []
+    top_tokens = []
     for logits in (target,) if drafts is None else (drafts, target):
-        top, ids = top_k(logits, pair.report_top)
-        found.append(TopTokens(ids, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)))
-    return tuple(found)
+        top, ids = top_k(logits, count)
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        top_tokens.append(TopTokens(ids, top - total))
+    return tuple(top_tokens)
 
 
 def forced_tokens(
@@ -256,11 +414,16 @@ def forced_tokens(
       target's pass whole: with the caches alone, its last layer would compile differently.
     """
     target, drafter, hidden = forward(
-        pair, params, state, inputs.tokens, chunked=not pair.exact, num_live=inputs.num_fed
+        pair,
+        params,
+        state,
+        inputs.tokens,
+        chunked=not pair.options.exact,
+        num_live=inputs.num_tokens,
     )
-    drafter = pair.committed(state.drafter, drafter, inputs.num_fed)
+    drafter = pair.committed(state.drafter, drafter, inputs.num_tokens)
     finite = jnp.isfinite(hidden).all(axis=(1, 2))
-    after = commit(state, target, drafter, inputs.num_fed, inputs.anchor)
+    after = commit(state, target, drafter, inputs.num_tokens, inputs.anchor)
     anchor = jnp.where(inputs.forced, inputs.anchor, state.anchor)
     return dataclasses.replace(after, anchor=anchor), None, finite
 
@@ -270,7 +433,7 @@ def prompt_logprobs(
 ) -> tuple[DecodeState, None, Logprobs]:
     """Return the log-probability of the token after each token of a prompt chunk.
 
-    Logits are computed for as many places at once as in a decode step.
+    Logits are computed for as many tokens at once as in a decode step.
 
     Returns:
       The state, in which no row has moved, and log-probabilities [1, C]. Those after the prompt's
@@ -280,21 +443,22 @@ def prompt_logprobs(
     one = restart_rows(state if alone else take_row(state, inputs.row), inputs.fresh)
     pair = dataclasses.replace(pair, drafter=None)
     target, _, hidden = forward(pair, params, one, inputs.tokens, chunked=True)
-    chunk, width = inputs.tokens.shape[1], pair.block
+    chunk = inputs.tokens.shape[1]
+    width = pair.options.block
     parts = -(-chunk // width)
     ends = ((0, 0), (0, parts * width - chunk))
-    places = jnp.pad(hidden, (*ends, (0, 0))).reshape(parts, 1, width, -1)
+    hidden_parts = jnp.pad(hidden, (*ends, (0, 0))).reshape(parts, 1, width, -1)
     following = jnp.pad(inputs.following, ends).reshape(parts, 1, width)
 
     def scored(part: Any) -> Logprobs:
         return logits_processing.logprobs(logits_of(pair, params, part[0]), part[1])
 
-    found = jax.lax.map(scored, (places, following))
-    found = jax.tree.map(lambda x: x.reshape(1, parts * width, *x.shape[3:]), found)
-    found = jax.tree.map(lambda x: x[:, :chunk], found)
+    logprobs = jax.lax.map(scored, (hidden_parts, following))
+    logprobs = jax.tree.map(lambda x: x.reshape(1, parts * width, *x.shape[3:]), logprobs)
+    logprobs = jax.tree.map(lambda x: x[:, :chunk], logprobs)
     if alone:  # the donated caches were written past the row's position
         state = commit(state, target, state.drafter, jnp.zeros_like(state.position), state.anchor)
-    return state, None, found
+    return state, None, logprobs
 
 
 def update_drafter(
@@ -303,7 +467,8 @@ def update_drafter(
     """Update a drafter on a device of its own after a step of the target."""
     start = jnp.where(inputs.fresh, 0, state.position)
     drafter = pair.observe(params, state.drafter, inputs.observed, start)
-    state, num_committed = dataclasses.replace(state, position=start), inputs.position - start
+    state = dataclasses.replace(state, position=start)
+    num_committed = inputs.position - start
     drafter = pair.committed(state.drafter, drafter, num_committed)
     after = commit(state, (), drafter, num_committed, inputs.anchor)
     anchor = jnp.where(inputs.forced, inputs.anchor, after.anchor)
@@ -322,17 +487,18 @@ def single_row(
     """Run a prefill on one row only; the others cost nothing and keep their bits.
 
     Args:
-      run: a prefill of all rows of the state that it is given.
-      sizes: of its output.
+      run: a prefill of all rows of the state that it is called with.
+      sizes: sizes of its output.
       inputs: arrays of one row, except for the rules, which are those of all rows.
     """
-    row, rules = inputs.row, inputs.rules
+    row = inputs.row
+    rules = inputs.rules
     assert row is not None
     one = dataclasses.replace(inputs, rules=take_row(rules, row), row=None)
     part = take_row((state, logits_state), row)
-    # A loop of one iteration: otherwise XLA reads the row where it is used, and copies all rows to
-    # write it back.
-    logprobs = no_logprobs(1, 1, logits_state.bias.shape[-1]) if logits_state else None
+    logprobs = None
+    if logits_state is not None:
+        logprobs = no_logprobs(1, 1, logits_state.bias.shape[-1])
     packed = jnp.zeros((1, sizes.columns(rules)), jnp.int32)
     empty = StepOutput(packed, logprobs, rules.opening is not None, top=sizes.top)
 
@@ -344,5 +510,7 @@ def single_row(
         *part, out = run(params, *carry[1], one)
         return done, tuple(part), out
 
+    # A loop of one iteration: otherwise XLA reads the row where it is used, and copies all rows to
+    # write it back.
     _, part, out = jax.lax.while_loop(cond, body, (row >= 0, part, empty))
     return *put_row((state, logits_state), part, row), out

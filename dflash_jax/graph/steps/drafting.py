@@ -21,20 +21,29 @@ def draft(
     pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: DecodeInputs
 ) -> tuple[DecodeState, None, Draft]:
     """Draft a block after each row's anchor, moving no row: half of a speculative step."""
+    options = pair.options
     sampler = RowDraftSampler(
         inputs.rules,
         state.anchor,
         state.position,
-        places=pair.block - 1,
-        sampled=pair.sampled,
+        num_drafts=options.block - 1,
+        sampled=options.sampled,
         vocab_size=pair.target.config.vocab_size,
-        kernels=pair.kernels,
-        min_survival=pair.min_survival,
+        kernels=options.kernels,
+        confidence_threshold=options.confidence_threshold,
         keeps_logits=pair.keeps_logits,
     )
-    given = (state.drafter, state.anchor, state.position, pair.shared(params), sampler)
+    shared = pair.shared(params)
     with jax.named_scope("draft"):
-        result = pair.drafter_call(params, *given, method="propose")
+        result = pair.drafter_call(
+            params,
+            state.drafter,
+            state.anchor,
+            state.position,
+            shared,
+            sampler,
+            method="propose",
+        )
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Draft):
             raise PlanError(
                 f"{type(pair.drafter).__name__}.propose returned {described(result)}; expected a"
@@ -52,12 +61,15 @@ def _verifiable(pair: Pair, drafted: Draft, anchor: Int[Array, " B"], rules: Row
     The anchor is decided, so it leads the block. The target embeds unknown tokens as anything, NaN
     among them, so ids stay inside the vocabulary. Counts stay inside the block and the row's rule.
     """
-    rows, places, vocab = len(anchor), pair.block - 1, pair.target.config.vocab_size
-    if jnp.shape(drafted.block) != (rows, pair.block):
+    rows = len(anchor)
+    width = pair.options.block
+    num_drafts = width - 1
+    vocab_size = pair.target.config.vocab_size
+    if jnp.shape(drafted.block) != (rows, width):
         raise PlanError(
             f"{type(pair.drafter).__name__}.propose returned a block of shape"
-            f" {jnp.shape(drafted.block)}; expected {(rows, pair.block)}: the anchor and"
-            f" {places} drafts of each row"
+            f" {jnp.shape(drafted.block)}; expected {(rows, width)}: the anchor and"
+            f" {num_drafts} drafts of each row"
         )
     for name in ("finite", "num_drafts"):
         value = getattr(drafted, name)
@@ -66,16 +78,17 @@ def _verifiable(pair: Pair, drafted: Draft, anchor: Int[Array, " B"], rules: Row
                 f"{type(pair.drafter).__name__}.propose returned a draft whose {name} has the"
                 f" shape {jnp.shape(value)}; expected {(rows,)}, or None"
             )
-    drafts = jnp.clip(drafted.block[:, 1:].astype(jnp.int32), 0, vocab - 1)
+    drafts = jnp.clip(drafted.block[:, 1:].astype(jnp.int32), 0, vocab_size - 1)
     finite = jnp.ones(rows, bool) if drafted.finite is None else drafted.finite
-    count = places if drafted.num_drafts is None else drafted.num_drafts
-    count = jnp.minimum(jnp.clip(count, 0, places), rules.max_drafts)
+    count = num_drafts if drafted.num_drafts is None else drafted.num_drafts
+    count = jnp.minimum(jnp.clip(count, 0, num_drafts), rules.max_drafts)
     block = jnp.concatenate([anchor[:, None], drafts], axis=1)
     count = jnp.where(finite, count, 0).astype(jnp.int32)
+    copied = drafted.copied if pair.copies else None
     logits = drafted.logits if pair.keeps_logits else None
     if pair.keeps_logits and logits is None:
-        logits = certainly(drafts, vocab)
-    return Draft(block, finite, count, drafted.copied if pair.copies else None, logits)
+        logits = certainly(drafts, vocab_size)
+    return Draft(block, finite, count, copied, logits)
 
 
 def certainly(tokens: Int[Array, "B R"], vocab_size: int) -> Float[Array, "B R V"]:
@@ -94,12 +107,12 @@ class RowDraftSampler:
 
     rules: RowRules
     anchor: Int[Array, " B"]
-    position: Int[Array, " B"]  # of the anchor
-    places: int
+    position: Int[Array, " B"]  # position of the anchor
+    num_drafts: int
     sampled: bool
     vocab_size: int
     kernels: str
-    min_survival: float = 0.0
+    confidence_threshold: float = 0.0
     keeps_logits: bool = False
 
     @property
@@ -110,7 +123,7 @@ class RowDraftSampler:
     def sample_all(
         self, logits: Float[Array, "B R N"], ids: Int[Array, " N"] | None = None
     ) -> DraftChoice:
-        """Choose all places at once, each as the target would by these logits."""
+        """Choose all positions at once, each as the target would by these logits."""
         live = jnp.broadcast_to(~self.idle[:, None], logits.shape[:2])
         finite = all_finite(logits, self.kernels, live).all(axis=1)
         best = jnp.where(finite[:, None], argmax(logits, self.kernels, live), 0)
@@ -118,18 +131,19 @@ class RowDraftSampler:
             return DraftChoice(best, finite)
 
         def drawn() -> Int[Array, "B R"]:
-            draw, position = functools.partial(self._draw, ids=ids), self.position + 1
+            draw = functools.partial(self._draw, ids=ids)
+            position = self.position + 1
             known = jnp.where(finite[:, None, None], logits, 0.0)
-            index = sampling.at_places(draw, known, position, self.rules, self.kernels, live)
+            index = sampling.at_positions(draw, known, position, self.rules, self.kernels, live)
             return jnp.where(self.rules.temperature[:, None] > 0, index, best)
 
         index = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: best)
         return DraftChoice(index, finite)
 
     def sample_one(
-        self, logits: Float[Array, "B N"], place: int, ids: Int[Array, "*rows N"] | None = None
+        self, logits: Float[Array, "B N"], at: int, ids: Int[Array, "*rows N"] | None = None
     ) -> DraftChoice:
-        """Choose one place, from 0, as the target would by these logits."""
+        """Choose position `at` of the block, from 0, as the target would by these logits."""
         live = ~self.idle
         finite = all_finite(logits, self.kernels, live)
         best = jnp.where(finite, argmax(logits, self.kernels, live), 0)
@@ -137,7 +151,7 @@ class RowDraftSampler:
             return DraftChoice(best, finite)
 
         def drawn() -> Int[Array, " B"]:
-            keys = sampling.row_keys(self.rules, self.position + 1 + place, sampling.TOKEN)
+            keys = sampling.row_keys(self.rules, self.position + 1 + at, sampling.TOKEN)
             known = jnp.where(finite[:, None], logits, 0.0)
             index = self._draw(keys, known, self.rules, ids=ids, live=live)
             return jnp.where(self.rules.temperature > 0, index, best)
@@ -157,7 +171,8 @@ class RowDraftSampler:
         """Return the index that each row draws, as the target will."""
         if ids is None:
             return sampling.draw(keys, logits, rules, self.kernels, live)
-        ids, rows = jnp.broadcast_to(ids, logits.shape), jnp.arange(len(logits))[:, None]
+        ids = jnp.broadcast_to(ids, logits.shape)
+        rows = jnp.arange(len(logits))[:, None]
 
         def spread(x: Float[Array, "M N"]) -> Float[Array, "M V"]:
             return jnp.full((len(x), self.vocab_size), -jnp.inf, x.dtype).at[rows, ids].set(x)
@@ -170,15 +185,15 @@ class RowDraftSampler:
         tokens: Int[Array, "B R"],
         finite: Bool[Array, " B"],
         *,
-        survival: Float[Array, "B R"] | None = None,
+        confidence: Float[Array, "B R"] | None = None,
         logits: Float[Array, "B R N"] | None = None,
-        ids: Int[Array, "*places N"] | None = None,
+        ids: Int[Array, "*positions N"] | None = None,
     ) -> Draft:
         """Assemble the chosen tokens into a draft; rows that are not finite get none."""
         drafts = jnp.where(finite[:, None], tokens, 0)
         num_drafts = None
-        if survival is not None and self.min_survival > 0:
-            num_drafts = (survival >= self.min_survival).sum(axis=1, dtype=jnp.int32)
+        if confidence is not None and self.confidence_threshold > 0:
+            num_drafts = (confidence >= self.confidence_threshold).sum(axis=1, dtype=jnp.int32)
         block = jnp.concatenate([self.anchor[:, None], drafts], axis=1)
         kept = None
         if self.keeps_logits and logits is not None:
@@ -186,19 +201,24 @@ class RowDraftSampler:
         return Draft(block, finite, num_drafts, logits=kept)
 
     def _whole(
-        self, logits: Float[Array, "B R N"], ids: Int[Array, "*places N"] | None
+        self, logits: Float[Array, "B R N"], ids: Int[Array, "*positions N"] | None
     ) -> Float[Array, "B R V"]:
         """Return float32 logits of the whole vocabulary."""
         logits = logits.astype(jnp.float32)
         if ids is None:
             return logits
-        rows, places, _ = logits.shape
-        at = jnp.arange(rows)[:, None, None], jnp.arange(places)[None, :, None]
-        whole = jnp.full((rows, places, self.vocab_size), -jnp.inf)
-        return whole.at[(*at, jnp.broadcast_to(ids, logits.shape))].set(logits)
+        rows, num_drafts, _ = logits.shape
+        row = jnp.arange(rows)[:, None, None]
+        position = jnp.arange(num_drafts)[None, :, None]
+        whole = jnp.full((rows, num_drafts, self.vocab_size), -jnp.inf)
+        return whole.at[row, position, jnp.broadcast_to(ids, logits.shape)].set(logits)
 
     def certain(self, tokens: Int[Array, "B R"], count: Int[Array, " B"] | None = None) -> Draft:
-        """Draft given tokens."""
+        """Draft these tokens, each with probability 1.
+
+        Args:
+          count: number of drafts of each row that may be verified; by default all.
+        """
         drafted = self.draft(tokens, jnp.ones(tokens.shape[0], bool))
         logits = certainly(tokens, self.vocab_size) if self.keeps_logits else None
         return dataclasses.replace(drafted, num_drafts=count, logits=logits)

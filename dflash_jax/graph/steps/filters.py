@@ -33,12 +33,14 @@ class Threshold(NamedTuple):
 
     def keeps(self, x: Float[Array, "B V"]) -> Bool[Array, "B V"]:
         """Return which tokens are not after it in the order."""
-        ids, value = jnp.arange(x.shape[-1], dtype=jnp.int32)[None], self.value[:, None]
+        ids = jnp.arange(x.shape[-1], dtype=jnp.int32)[None]
+        value = self.value[:, None]
         return (x > value) | ((x == value) & (ids <= self.index[:, None]))
 
     def earlier(self, other: "Threshold") -> "Threshold":
         """Return, for each row, the threshold that keeps fewer tokens."""
-        value, last = jnp.maximum(self.value, other.value), jnp.iinfo(jnp.int32).max
+        value = jnp.maximum(self.value, other.value)
+        last = jnp.iinfo(jnp.int32).max
         indices = (jnp.where(cut.value == value, cut.index, last) for cut in (self, other))
         return Threshold(value, jnp.minimum(*indices))
 
@@ -80,14 +82,18 @@ def filtered(x: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
     before them is below top_p. min_p, as in vLLM, applies together with top_k. Logits of rows
     without a filter, and of greedy rows, are unchanged.
     """
-    vocab, sampled = x.shape[1], rules.temperature > 0
-    k, top_p, min_p = rules.top_k, rules.top_p, rules.min_p
+    vocab = x.shape[1]
+    sampled = rules.temperature > 0
+    k = rules.top_k
+    top_p = rules.top_p
+    min_p = rules.min_p
     largest = x.max(axis=-1)
     cut = Threshold(
         jnp.where(sampled & (min_p > 0), largest + jnp.log(min_p), -jnp.inf),
         jnp.full(largest.shape, vocab, jnp.int32),
     )
-    ranked, massed = sampled & (k > 0) & (k < vocab), sampled & (top_p < 1)
+    ranked = sampled & (k > 0) & (k < vocab)
+    massed = sampled & (top_p < 1)
 
     def by_rank(_: Threshold) -> tuple[Float[Array, "B V"], Numbers]:
         return jnp.ones_like(x), k.astype(x.dtype)
@@ -116,16 +122,16 @@ class _Search(NamedTuple):
     top: Numbers
     before: Numbers  # weight of all tokens not below `top`
     low: Numbers
-    found: Bool[Array, " B"]
+    done: Bool[Array, " B"]
     cut: Threshold
 
     def ending_at(
         self, here: Bool[Array, " B"], value: Numbers, index: Int[Array, " B"]
     ) -> "_Search":
         """Return the search with the last token of more rows."""
-        new = here & ~self.found
+        new = here & ~self.done
         cut = Threshold(*(jnp.where(new, *x) for x in zip((value, index), self.cut, strict=True)))
-        return self._replace(found=self.found | new, cut=cut)
+        return self._replace(done=self.done | new, cut=cut)
 
 
 def _last_within(
@@ -160,13 +166,13 @@ def _last_within(
         above = search.before + jnp.where(values > least[:, None], own, 0.0).sum(axis=1)
         rest = (budget - above) / own[:, -1]  # tokens equal to the least, if those reach it
         return jax.lax.cond(
-            search.found.all(), lambda *_: search, narrow, search, least, jnp.ceil(rest)
+            search.done.all(), lambda *_: search, narrow, search, least, jnp.ceil(rest)
         )
 
     def narrow(search: _Search, least: Numbers, rest: Numbers) -> _Search:
         """Bisect, first at the least listed value: it may have more tokens than are listed."""
         weight = weight_from(least)
-        tied = ~search.found & (weight >= budget)
+        tied = ~search.done & (weight >= budget)
         index = jax.lax.cond(
             tied.any(),
             lambda: _index_of_nth(x == least[:, None], rest.astype(jnp.int32)),
@@ -188,7 +194,7 @@ def _last_within(
     low = jnp.maximum(cut.value, x.max(axis=-1) - NEGLIGIBLE)
     active &= weight_from(low) >= budget  # false also where numbers are not finite
     start = _Search(jnp.full_like(budget, jnp.inf), jnp.zeros_like(budget), low, ~active, cut)
-    return jax.lax.while_loop(lambda search: ~search.found.all(), step, start).cut.earlier(cut)
+    return jax.lax.while_loop(lambda search: ~search.done.all(), step, start).cut.earlier(cut)
 
 
 def _index_of_nth(marks: Bool[Array, "B V"], count: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -26,11 +26,12 @@ def blocks(
     longest = max((len(tokens.ids) for tokens in forced.values()), default=0)
     for start in range(0, max(longest, 1), width):
         block = np.zeros((rows, width), np.int32)
-        num_fed, anchor = np.zeros((2, rows), np.int32)
+        num_tokens, anchor = np.zeros((2, rows), np.int32)
         for row, tokens in forced.items():
             line = (tokens.pending, *tokens.ids)
             part = line[start : min(start + width, len(tokens.ids))]
-            block[row, : len(part)], num_fed[row] = part, len(part)
+            block[row, : len(part)] = part
+            num_tokens[row] = len(part)
             anchor[row] = line[min(start, len(tokens.ids)) + len(part)]
-        given = np.isin(np.arange(rows), list(forced))
-        yield ForcedTokensInputs(block, num_fed=num_fed, forced=given, anchor=anchor)
+        is_forced = np.isin(np.arange(rows), list(forced))
+        yield ForcedTokensInputs(block, num_tokens=num_tokens, forced=is_forced, anchor=anchor)

@@ -20,9 +20,9 @@ class PrefillInputs:
     """A prompt chunk for each of B rows; B is 1 where `row` is given."""
 
     tokens: Int[Any, "B C"]
-    num_fed: Int[Any, " B"]  # prompt tokens in the chunk; 0 leaves a row unchanged
+    num_tokens: Int[Any, " B"]  # prompt tokens in the chunk; 0 leaves a row unchanged
     fresh: Bool[Any, " B"]  # rows that start a new request, at position 0
-    rules: RowRules  # of all rows
+    rules: RowRules  # rules of all rows
     row: Int[Any, ""] | None = None  # the row to feed, in single-row programs
     masks: UInt32[Any, "B 1 W"] | None = None  # allowed tokens, in the constrained variant
 
@@ -42,7 +42,7 @@ class ForcedTokensInputs:
     """Tokens that the host appends to rows."""
 
     tokens: Int[Any, "B T"]  # the pending anchor, then all forced tokens but the last
-    num_fed: Int[Any, " B"]  # of `tokens`; 0 leaves a row's caches unchanged
+    num_tokens: Int[Any, " B"]  # number of `tokens`; 0 leaves a row's caches unchanged
     forced: Bool[Any, " B"]  # rows that get a new anchor; the others stay as they are
     anchor: Int[Any, " B"]  # the last forced token, or what replaces the pending one
 

@@ -1,6 +1,6 @@
 """Logits processing: biases, penalties on earlier tokens, and masks.
 
-Applied to every place of a block with exactly the tokens before it, drafts included, so that a
+Applied to every position of a block with exactly the tokens before it, drafts included, so that a
 block decides what single tokens would have decided.
 """
 
@@ -34,7 +34,7 @@ class LogitsState:
     def process(
         self, logits: Logits, drafts: Int[Array, "B R"], masks: UInt32[Array, "B T W"] | None
     ) -> Logits:
-        """Return processed logits of R + 1 places, of which place i follows the first i drafts.
+        """Return processed logits of R + 1 positions; position i follows the first i drafts.
 
         In this order: the bias is added; for tokens of prompt or output, positive logits are
         divided by `repetition` and others multiplied; tokens of the output lose `frequency` per
@@ -65,7 +65,8 @@ class LogitsState:
 
     def count(self, out: StepOutput) -> "LogitsState":
         """Return the state after the tokens of a step."""
-        tokens, num_tokens = out.tokens, out.num_tokens
+        tokens = out.tokens
+        num_tokens = out.num_tokens
         decided = jnp.arange(tokens.shape[1])[None, :] < num_tokens[:, None]
         add = jax.vmap(lambda counts, ids, n: counts.at[ids].add(n))
         counts = add(self.counts, tokens, decided.astype(jnp.int32))
@@ -79,16 +80,20 @@ class LogitsState:
 
 def neutral_logits_state(rows: int, vocab: int) -> LogitsState:
     """Return a state that leaves all logits unchanged, on the host."""
-    tables: dict[str, Any] = {
-        "bias": np.zeros((rows, vocab), np.float32),
-        "prompt": np.zeros((rows, vocab), np.bool_),
-        "counts": np.zeros((rows, vocab), np.int32),
-        "repetition": np.ones((rows,), np.float32),
-        "frequency": np.zeros((rows,), np.float32),
-        "presence": np.zeros((rows,), np.float32),
-        "reports": np.zeros((rows,), np.bool_),
-    }
-    return LogitsState(**tables)
+    bias: Any = np.zeros((rows, vocab), np.float32)
+    prompt: Any = np.zeros((rows, vocab), np.bool_)
+    counts: Any = np.zeros((rows, vocab), np.int32)
+    ones: Any = np.ones((rows,), np.float32)
+    reports: Any = np.zeros((rows,), np.bool_)
+    return LogitsState(
+        bias=bias,
+        prompt=prompt,
+        counts=counts,
+        repetition=ones,
+        frequency=np.zeros_like(ones),
+        presence=np.zeros_like(ones),
+        reports=reports,
+    )
 
 
 def mask_words(vocab: int) -> int:
@@ -97,14 +102,15 @@ def mask_words(vocab: int) -> int:
 
 
 def logprobs(logits: Logits, tokens: Int[Array, "B T"]) -> Logprobs:
-    """Return log-probabilities of one token at each place, and of the most probable ones."""
+    """Return log-probabilities of one token at each position, and of the most probable ones."""
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2) - total
     top, ids = top_k(logits, MAX_LOGPROBS)
     return Logprobs(chosen[:, :, 0], ids, top - total)
 
 
-def no_logprobs(rows: int, places: int, vocab: int) -> Logprobs:
+def no_logprobs(rows: int, num_positions: int, vocab: int) -> Logprobs:
     """Return zeros in the shapes of `logprobs`."""
-    one, top = (rows, places), (rows, places, min(MAX_LOGPROBS, vocab))
+    one = (rows, num_positions)
+    top = (rows, num_positions, min(MAX_LOGPROBS, vocab))
     return Logprobs(jnp.zeros(one), jnp.zeros(top, jnp.int32), jnp.zeros(top))

@@ -31,12 +31,13 @@ def multi_step(
     row are not finite.
 
     Args:
-      sizes: of the output of a step.
+      sizes: sizes of the output of a step.
 
     Returns:
       The state and the outputs [max_steps, B, ...], those of steps that were not made all -1.
     """
-    rules, num_steps = inputs.rules, inputs.num_steps
+    rules = inputs.rules
+    num_steps = inputs.num_steps
     assert num_steps is not None
     inputs = DecodeInputs(rules)
     Carry = tuple[Int[Array, ""], Bool[Array, ""], DecodeState, Int[Array, "R B A"]]
@@ -74,13 +75,15 @@ def plain_multi_step(
     So its weights are read once for all tokens. What is written for steps that a row did not make
     lies past its position.
     """
-    drafter, start = state.drafter, state.position
-    single = functools.partial(plain, dataclasses.replace(pair, keeps_taps=True))
+    drafter = state.drafter
+    start = state.position
+    options = dataclasses.replace(pair.options, keeps_taps=True)
+    single = functools.partial(plain, pair.with_options(options))
     one = jax.eval_shape(single, params, state, None, DecodeInputs(inputs.rules))[0].drafter
     kept = jax.tree.map(lambda x: jnp.zeros((len(start), max_steps, *x.shape[2:]), x.dtype), one)
     state = _with(state, (jnp.int32(0), kept))
-    step, options = functools.partial(_keeping, single), {"max_steps": max_steps}
-    state, _, out = multi_step(step, params, state, None, inputs, **options, sizes=sizes)
+    step = functools.partial(_keeping, single)
+    state, _, out = multi_step(step, params, state, None, inputs, max_steps=max_steps, sizes=sizes)
     made = state.position - start
     skipped = made if pair.skips_dead_tokens else None
     observed = pair.observe(params, drafter, state.drafter[1], start, skipped)

@@ -30,39 +30,69 @@ class Observed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
-    """The modules of a target and its drafter, if any, and the static options of their steps.
+class StepOptions:
+    """Static options of the steps of a pair, which follow from a plan; see `Plan`.
 
-    Hashable: part of a program. `Graph` sets the options from its plan.
+    Attributes:
+      exact: whether blocks step recurrent layers token by token.
+      taps_at: where in a layer the drafter's taps are taken, `LATE` or `EARLY`.
+      keeps_taps: whether states carry an `Observed` in place of the drafter's state.
+      block: number of tokens of a decode step.
+      sampled: whether rows may draw tokens.
+      confidence_threshold: drafts that are less likely to be accepted are not verified.
+      kernels: kernels of steps, and of modules that have the field, as in `Plan.kernels`.
+      report_drafts: whether the output of steps that draft has the drafts.
+      report_top: number of most probable tokens that outputs have, and drafts with them.
+      draft_window: number of positions that the drafter sees; 0 for as many as it was made for.
+      ngram: number of equal tokens after which drafts are copied from the text; 0 for never.
     """
 
-    target: Any  # a `protocols.Target`
-    drafter: Any = None  # a `protocols.Drafter`
-    exact: bool = True  # blocks step recurrent layers token by token
-    taps_at: str = LATE  # where in a layer the drafter's taps are taken
-    keeps_taps: bool = False  # states carry an `Observed` instead of the drafter's state
-    block: int = 1  # tokens of a decode step
-    sampled: bool = False  # rows may draw tokens
-    min_survival: float = 0.0  # drafts less likely to be accepted are not verified
-    kernels: str = "xla"  # of steps and of modules that have the field, as `Plan.kernels`
-    report_drafts: bool = False  # the output of steps that draft has the drafts
-    report_top: int = 0  # most probable tokens that outputs have, and drafts with them
-    draft_window: int = 0  # positions that the drafter sees; 0 for as many as it was made for
-    ngram: int = 0  # tokens of a match in the text that replaces drafts; 0 for never
-    acceptance: protocols.Acceptance | None = None  # in place of equality; in inexact plans only
+    exact: bool = True
+    taps_at: str = LATE
+    keeps_taps: bool = False
+    block: int = 1
+    sampled: bool = False
+    confidence_threshold: float = 0.0
+    kernels: str = "xla"
+    report_drafts: bool = False
+    report_top: int = 0
+    draft_window: int = 0
+    ngram: int = 0
 
-    def __post_init__(self) -> None:
-        """Set the kernels of the modules."""
-        for role in ("target", "drafter"):
-            model = protocols.with_kernels(getattr(self, role), self.kernels)
-            object.__setattr__(self, role, model)
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The modules of a target and its drafter. Hashable: part of a program.
+
+    Attributes:
+      target: a `protocols.Target`.
+      drafter: a `protocols.Drafter`; None to decode plainly.
+      acceptance: decides how many drafts are kept, in place of equality with the target's choices;
+        for inexact plans only.
+      options: options of its steps, which `Graph` sets from its plan.
+    """
+
+    target: Any
+    drafter: Any = None
+    acceptance: protocols.Acceptance | None = None
+    options: StepOptions = StepOptions()
+
+    def with_options(self, options: StepOptions) -> "Pair":
+        """Return the pair with other options of its steps, and their kernels in its modules."""
+        return dataclasses.replace(
+            self,
+            target=protocols.with_kernels(self.target, options.kernels),
+            drafter=protocols.with_kernels(self.drafter, options.kernels),
+            options=options,
+        )
 
     @property
     def proposer(self) -> Any:
         """The drafter as the plan uses it: in a window, after copies from the text."""
-        window, drafter = self.draft_window, self.drafter
-        drafter = drafter.windowed(window) if window and drafter is not None else drafter
-        return with_copies(drafter, self.ngram)
+        drafter = self.drafter
+        if self.options.draft_window and drafter is not None:
+            drafter = drafter.windowed(self.options.draft_window)
+        return with_copies(drafter, self.options.ngram)
 
     @property
     def copies(self) -> bool:
@@ -72,22 +102,28 @@ class Pair:
     @property
     def skips_dead_tokens(self) -> bool:
         """Whether tokens that do not count cost nothing in the target's forward pass."""
-        return self.kernels == "native" and protocols.takes(self.target, "num_live")
+        return self.options.kernels == "native" and protocols.takes(self.target, "num_live")
 
     @property
     def keeps_logits(self) -> bool:
         """Whether drafts have the drafter's logits."""
-        return self.report_top > 0 or self.acceptance is not None
+        return self.options.report_top > 0 or self.acceptance is not None
 
-    def output_sizes(self, tokens: int, *, drafts: bool) -> OutputSizes:
-        """Return the sizes of the output of a step over so many tokens, which may be drafts."""
-        top = min(self.report_top, self.target.config.vocab_size)
-        reported = drafts and (self.report_drafts or top > 0)
-        return OutputSizes(tokens, tokens - 1 if reported else 0, top)
+    def output_sizes(self, num_tokens: int, *, drafting: bool) -> OutputSizes:
+        """Return the sizes of the output of a step over so many tokens of each row.
+
+        Args:
+          drafting: whether the tokens are an anchor and its drafts.
+        """
+        top = min(self.options.report_top, self.target.config.vocab_size)
+        num_drafts = 0
+        if drafting and (self.options.report_drafts or top > 0):
+            num_drafts = num_tokens - 1
+        return OutputSizes(num_tokens, num_drafts, top)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Hidden states the drafter reads; the output of layer i is state i + 1."""
+        """Numbers of the hidden states that the drafter reads; layer i makes state i + 1."""
         return self.drafter.taps if self.drafter is not None else ()
 
     def shared(self, params: Params) -> SharedLayers:
@@ -121,9 +157,9 @@ class Pair:
         """
         if self.drafter is None:
             return state
-        arguments = (state, observed.tokens, observed.taps, start)
+        arguments = [state, observed.tokens, observed.taps, start]
         if num_live is not None and protocols.takes(self.proposer, "num_live", "observe"):
-            arguments = (*arguments, num_live)
+            arguments.append(num_live)
         return self.drafter_call(params, *arguments, method="observe")
 
     def committed(self, before: Any, observed: Any, num_committed: Int[Array, " B"]) -> Any:
@@ -132,7 +168,7 @@ class Pair:
         Args:
           before: its state before it observed them.
         """
-        if self.keeps_taps:
+        if self.options.keeps_taps:
             return observed
         state = protocols.commit(self.proposer, observed, num_committed)
         plain = getattr(self.proposer, "commit", None) is None
@@ -158,23 +194,31 @@ def forward(
         not compute the others.
 
     Returns:
-      Updates of the target's caches, the drafter's state (with `Pair.keeps_taps`, what it has to
-      observe), and the target's hidden states.
+      Updates of the target's caches, the drafter's state (with `StepOptions.keeps_taps`, what it
+      has to observe), and the target's hidden states.
     """
     # The barriers make XLA compile the target alike in every program. Without that of the
     # positions, it would share the rotary table of the drafter where there is one.
     tokens, start = jax.lax.optimization_barrier((tokens, state.position))
     if pair.skips_dead_tokens:
         num_live = jax.lax.optimization_barrier(num_live)
+    options = pair.options
+    call = functools.partial(
+        pair.target_call,
+        params,
+        taps=pair.taps,
+        taps_at=options.taps_at,
+        chunked=chunked,
+    )
     with jax.named_scope("target"):
-        where: dict[str, Any] = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
         if pair.skips_dead_tokens:
-            where["num_live"] = num_live
-        out = pair.target_call(params, tokens, state.target, start, **where)
+            out = call(tokens, state.target, start, num_live=num_live)
+        else:
+            out = call(tokens, state.target, start)
     expect_output(pair.target, out, (*tokens.shape, len(state.target)), pair.taps)
     out = jax.lax.optimization_barrier(out)
     observed = Observed(tokens, out.taps)
-    if pair.keeps_taps:
+    if options.keeps_taps:
         return out.caches, observed, out.hidden
     observing = num_live if pair.skips_dead_tokens else None
     drafter = pair.observe(params, state.drafter, observed, state.position, observing)
@@ -196,8 +240,10 @@ def logits_of(
       num_live: as for `forward`.
     """
     skips = num_live is not None and protocols.takes(pair.target, "num_live", "logits")
-    live: dict[str, Any] = {"num_live": num_live} if skips else {}
-    logits = pair.target_call(params, hidden, method="logits", **live)
+    if skips:
+        logits = pair.target_call(params, hidden, method="logits", num_live=num_live)
+    else:
+        logits = pair.target_call(params, hidden, method="logits")
     shape = (*hidden.shape[:2], pair.target.config.vocab_size)
     expect_floats(pair.target, "logits", logits, shape, "B, T, config.vocab_size")
     # As rows: XLA would copy all logits to give those beyond a barrier another shape.

@@ -41,7 +41,9 @@ def put_segment(
     state: DecodeState, inputs: SegmentInputs, *, chunk: int, drafter: Any = None
 ) -> DecodeState:
     """Put a segment into a row and move the row's position to the end of the segment."""
-    row, start, segment = inputs.row, inputs.start, inputs.segment
+    row = inputs.row
+    start = inputs.start
+    segment = inputs.segment
     return dataclasses.replace(
         state,
         target=put_part(state.target, row, start, segment.target),

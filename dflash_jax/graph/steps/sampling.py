@@ -22,15 +22,15 @@ from dflash_jax.graph.steps.filters import filtered, is_filtered, native_thresho
 from dflash_jax.kernels.native.layers import drawn
 from dflash_jax.kernels.vocabulary import CHUNK, argmax
 
-TOKEN, NEXT_BEST, ACCEPTANCE = range(3)  # purposes of a random number
+TOKEN, REPLACEMENT_TOKEN, ACCEPTANCE = range(3)  # purposes of a random number
 
 
 def choose_token(
     logits: Logits, at: RowInts, position: RowInts, rules: RowRules, *, sampled: bool, kernels: str
 ) -> RowInts:
-    """Return the token that place `at` of the logits chooses, for the given position."""
-    place = _place(logits, at)
-    return choose_tokens(place, position, rules, sampled=sampled, kernels=kernels)[:, 0]
+    """Return the token that the logits choose at index `at`, for the given position."""
+    chosen_from = _at_index(logits, at)
+    return choose_tokens(chosen_from, position, rules, sampled=sampled, kernels=kernels)[:, 0]
 
 
 def choose_tokens(
@@ -42,11 +42,11 @@ def choose_tokens(
     kernels: str,
     live: Bool[Array, "B T"] | None = None,
 ) -> Int[Array, "B T"]:
-    """Return the token that each place chooses.
+    """Return the token that each position chooses.
 
     Args:
-      position: of each row's first token.
-      live: places whose logits are not known to be zeros; all by default.
+      position: position of each row's first token.
+      live: positions whose logits are not known to be zeros; all by default.
     """
     best = argmax(logits, kernels, live)
     if not sampled:
@@ -54,7 +54,7 @@ def choose_tokens(
 
     def drawn() -> Int[Array, "B T"]:
         one = functools.partial(draw, kernels=kernels)
-        tokens = at_places(one, logits, position, rules, kernels, live)
+        tokens = at_positions(one, logits, position, rules, kernels, live)
         return jnp.where(rules.temperature[:, None] > 0, tokens, best)
 
     return jax.lax.cond(any_sampled(rules), drawn, lambda: best)
@@ -63,7 +63,7 @@ def choose_tokens(
 Draw = Callable[..., RowInts]  # by keys [M], from logits [M, N] by rules of M rows
 
 
-def at_places(
+def at_positions(
     draw: Draw,
     logits: Float[Array, "B T N"],
     position: RowInts,
@@ -71,31 +71,32 @@ def at_places(
     kernels: str,
     live: Bool[Array, "B T"] | None = None,
 ) -> Int[Array, "B T"]:
-    """Return what is drawn at all places of rows, by the same computation however many there are.
+    """Return the draws at all positions of rows, by the same computation however many there are.
 
-    XLA's sums round differently for several places, so that they are computed one after the other;
-    native kernels draw at all of them together.
+    XLA's sums round differently for several positions, so that they are computed one after the
+    other; native kernels draw at all of them together.
 
     Args:
-      position: of each row's first place.
-      live: places that count; all by default. Native kernels draw at no others.
+      position: position of each row's first token.
+      live: positions that count; all by default. Native kernels draw at no others.
     """
-    rows, places, choices = logits.shape
+    rows, count, choices = logits.shape
     if kernels != "native":
 
-        def one(place: tuple[Float[Array, "B N"], RowInts]) -> RowInts:
-            return draw(row_keys(rules, place[1], TOKEN), place[0], rules)
+        def one(logits_and_position: tuple[Float[Array, "B N"], RowInts]) -> RowInts:
+            one_logits, one_position = logits_and_position
+            return draw(row_keys(rules, one_position, TOKEN), one_logits, rules)
 
-        positions = position[None, :] + jnp.arange(places)[:, None]
+        positions = position[None, :] + jnp.arange(count)[:, None]
         return jax.lax.map(one, (logits.swapaxes(0, 1), positions)).T
-    wide = jax.tree.map(lambda x: jnp.repeat(x, places, axis=0), rules)
-    keys = row_keys(wide, (position[:, None] + jnp.arange(places)[None]).ravel(), TOKEN)
-    only = {} if live is None else {"live": live.ravel()}
-    each = logits.reshape(rows * places, choices)
-    return draw(keys, each, wide, **only).reshape(rows, places)
+    wide = jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), rules)
+    keys = row_keys(wide, (position[:, None] + jnp.arange(count)[None]).ravel(), TOKEN)
+    each_live = None if live is None else live.ravel()
+    each = logits.reshape(rows * count, choices)
+    return draw(keys, each, wide, live=each_live).reshape(rows, count)
 
 
-def next_best(
+def replacement_token(
     logits: Logits,
     token: RowInts,
     at: RowInts,
@@ -114,36 +115,37 @@ def next_best(
     """
     stopped = is_stop(token[:, None], rules)[:, 0]
 
-    def found() -> RowInts:
-        row = _place(logits, at)
+    def replacement() -> RowInts:
+        row = _at_index(logits, at)
         free = stops_masked(row, rules)[:, 0]
         best = argmax(free, kernels)
         if sampled:
             needed = stopped & (rules.temperature > 0)
-            best = _draw_where(needed, free, best, position, rules, NEXT_BEST, kernels)
+            best = _draw_where(needed, free, best, position, rules, REPLACEMENT_TOKEN, kernels)
         if rules.choices is None:
             return best
         return jnp.where(rules.choices[:, 0] >= 0, _best_choice(row[:, 0], rules.choices), best)
 
     if kernels != "native":
-        return found()
+        return replacement()
     wanted = stopped if rules.choices is None else stopped | (rules.choices[:, 0] >= 0)
-    return jax.lax.cond(wanted.any(), found, lambda: token)
+    return jax.lax.cond(wanted.any(), replacement, lambda: token)
 
 
-def call_odds(
+def tool_call_margin(
     logits: Logits, token: RowInts, at: RowInts, rules: RowRules, kernels: str
 ) -> Float[Array, " B"] | None:
     """Return the log-ratio of the probabilities of `RowRules.opening` and of the decided token.
 
-    The decided token is `token`, or in a row with `RowRules.choices` the best one at place `at`.
+    The decided token is `token`, or in a row with `RowRules.choices` the best one at index `at`.
 
     Returns:
       None if the rules have no `opening`; undefined in rows whose `opening` is -1.
     """
     if rules.opening is None:
         return None
-    pair, rows = jnp.stack([rules.opening, token], axis=1), jnp.arange(len(token))[:, None]
+    pair = jnp.stack([rules.opening, token], axis=1)
+    rows = jnp.arange(len(token))[:, None]
     both = logits.at[rows, at[:, None], jnp.maximum(pair, 0)].get(mode="clip")
     opening, other = jnp.moveaxis(both.astype(jnp.float32), 1, 0)
     if rules.choices is None:
@@ -151,7 +153,7 @@ def call_odds(
     among = rules.choices[:, 0] >= 0
 
     def of_choices() -> Float[Array, " B"]:
-        largest = _place(logits, at)[:, 0].astype(jnp.float32).max(axis=1)
+        largest = _at_index(logits, at)[:, 0].astype(jnp.float32).max(axis=1)
         return jnp.where(among, largest, other)
 
     if kernels == "native":  # a pass over the vocabulary is a part of a step's time there
@@ -159,7 +161,7 @@ def call_odds(
     return opening - of_choices()
 
 
-def _place(logits: Logits, at: RowInts) -> Float[Array, "B 1 V"]:
+def _at_index(logits: Logits, at: RowInts) -> Float[Array, "B 1 V"]:
     return jnp.take_along_axis(logits, at[:, None, None], axis=1, mode="clip")
 
 

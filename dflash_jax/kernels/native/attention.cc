@@ -1,9 +1,10 @@
-// Attention of queries [B, T, K, G, H] to keys and values [B, K, S, H] in several formats, as an XLA
+// Attention of queries [B, T, K, N, H], the first G of N, to keys and values [B, K, S, H] in several formats, as an XLA
 // FFI handler: softmax(scale q · k) · v over the slots that each query sees.
 //
 // A query's result depends neither on the other queries of a call nor on slots that it does not see:
 // dot products and sums are computed in one order, that of the slots, and slots that only other
-// queries see add zeros. Queries that see no slot are those of dead tokens: their results are zeros.
+// queries see add zeros. Results of queries that see no slot are zeros, unless it is
+// told that they do not count: those are not written.
 
 #include <immintrin.h>
 
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "common.h"
+#include "live_rows.h"
 
 namespace dflash {
 namespace {
@@ -87,9 +89,11 @@ struct Call {
   const uint8_t* seen;                  // [B, T, S]
   const float *k_scale, *v_scale;       // [B, K, S], or null
   const float* sinks;                   // [K, G], or null
+  const bool* counts;                   // [B, T], whether a query counts, or null
   float* out;                           // [B, T, K, G, H]
   float scale;
   int64_t batch, tokens, heads, groups, width, slots;
+  int64_t pitch;  // of the queries of two heads, in vectors
   std::vector<Range> live = {};         // [B, T]: from the first slot that a query sees to the last
   std::vector<std::vector<int64_t>> seeing = {};  // of each row, the tokens that see any
 };
@@ -130,9 +134,9 @@ class Tile {
     for (int r = 0; r < R; r++) {
       const int64_t i = queries.first + r, g = i % call.groups;
       const int64_t t = call.seeing[b][i / call.groups];
-      const int64_t at = ((b * call.tokens + t) * call.heads + head) * call.groups + g;
-      q_[r] = call.q + at * call.width;
-      out_[r] = call.out + at * call.width;
+      const int64_t of_head = (b * call.tokens + t) * call.heads + head;
+      q_[r] = call.q + (of_head * call.pitch + g) * call.width;
+      out_[r] = call.out + (of_head * call.groups + g) * call.width;
       seen_[r] = call.seen + (b * call.tokens + t) * call.slots;
       sink_[r] = call.sinks ? call.sinks[head * call.groups + g] : -kInfinity;
       const Range live = call.live[b * call.tokens + t];
@@ -306,12 +310,13 @@ void Run(ffi::ThreadPool pool, Call<Format>& call) {
   for (int64_t b = 0; b < call.batch; b++) {
     for (int64_t t = 0; t < call.tokens; t++) {
       const int64_t at = b * call.tokens + t;
-      const Range live = NotZero(call.seen + at * call.slots, call.slots);
+      const bool dead = call.counts && !call.counts[at];
+      const Range live = dead ? Range{0, 0} : NotZero(call.seen + at * call.slots, call.slots);
       call.live.push_back(live);
       seen += live.end - live.begin;
       if (live.end)
         call.seeing[b].push_back(t);
-      else
+      else if (!dead)
         std::fill_n(call.out + at * size, size, 0.0f);
     }
     const int64_t queries = static_cast<int64_t>(call.seeing[b].size()) * call.groups;
@@ -332,7 +337,7 @@ using Mask = ffi::Buffer<ffi::PRED, 3>;
 
 ffi::Error Attend(ffi::ThreadPool pool, Heads q, ffi::AnyBuffer k, ffi::AnyBuffer v, Mask seen,
                   ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
-                  ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> out, float scale) {
+                  ffi::Buffer<ffi::F32> sinks, Live live, ffi::ResultBuffer<ffi::F32> out, float scale, int32_t groups) {
   const auto queries = q.dimensions(), keys = k.dimensions(), values = v.dimensions();
   const auto mask = seen.dimensions();
   const auto holds = [](const ffi::Buffer<ffi::F32>& buffer, int64_t count) {
@@ -342,7 +347,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Heads q, ffi::AnyBuffer k, ffi::AnyBuffe
   if (keys.size() != 4 || values.size() != 4 || k.element_type() != v.element_type() ||
       !std::equal(keys.begin(), keys.end(), values.begin()) || keys[0] != queries[0] ||
       keys[1] != queries[2] || keys[3] != queries[4] || mask[0] != queries[0] ||
-      mask[1] != queries[1] || mask[2] != keys[2] || !holds(sinks, queries[2] * queries[3]) ||
+      mask[1] != queries[1] || mask[2] != keys[2] || !holds(sinks, queries[2] * groups) || !Fits(live, queries[0] * queries[1]) || groups > queries[3] ||
       !holds(k_scale, keys[0] * keys[1] * keys[2]) || !holds(v_scale, keys[0] * keys[1] * keys[2]))
     return ffi::Error::InvalidArgument("the shapes of queries, keys, values and mask do not fit");
   auto optional = [](const ffi::Buffer<ffi::F32>& buffer) {
@@ -354,8 +359,8 @@ ffi::Error Attend(ffi::ThreadPool pool, Heads q, ffi::AnyBuffer k, ffi::AnyBuffe
     Call<Format> call{q.typed_data(), static_cast<const Stored*>(k.untyped_data()),
                       static_cast<const Stored*>(v.untyped_data()),
                       reinterpret_cast<const uint8_t*>(seen.typed_data()), optional(k_scale),
-                      optional(v_scale), optional(sinks), out->typed_data(), scale, queries[0],
-                      queries[1], queries[2], queries[3], queries[4], keys[2]};
+                      optional(v_scale), optional(sinks), live.element_count() ? live.typed_data() : nullptr, out->typed_data(), scale, queries[0],
+                      queries[1], queries[2], groups, queries[4], keys[2], queries[3]};
     Run(pool, call);
     return ffi::Error::Success();
   };
@@ -383,5 +388,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_attend, Attend,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<Live>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<float>("scale"));
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("groups"));

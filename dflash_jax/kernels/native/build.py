@@ -42,7 +42,7 @@ NO_TILES = (
 GROUPED = tuple(name.lower() for name, kind in KINDS.items() if kind.group)
 PRODUCTS = ("float", "int8", "int8_by_floats", *GROUPED)
 OF_EXPERTS = ("experts_float", *(f"experts_{name}" for name in GROUPED))
-LAYERS = ("attend", "norm", "rotate", "gate", "write", "write_int8")
+LAYERS = ("attend", "norm", "heads", "gate", "softcap", "route", "write", "write_int8")
 NAMES = (*PRODUCTS, *OF_EXPERTS, *LAYERS, "largest", "filter", "draw")  # handlers, each dflash_NAME
 WAIT = compiling.PATIENCE + 30  # seconds to wait for a process that compiles
 # "SOURCES-COMPILER-CONTENTS.so", the digests of three things.
@@ -58,7 +58,7 @@ class Library:
       path: the compiled library; None if there is none.
       reason: why there is none.
       level: the name of the features that it was compiled for.
-      digest: of its contents.
+      digest: digest of its contents.
       no_amx: why products do without AMX; "" if many rows are multiplied by its tiles. Results have
         the same bits.
     """
@@ -91,8 +91,8 @@ def _library() -> Library:
         missing = LEVELS[-1].needs - features()
         return Library(None, f"the processor has no {', '.join(sorted(missing))}")
     try:
-        if found := shipped.find(levels):
-            level, path, contents = found
+        if shipped_library := shipped.find(levels):
+            level, path, contents = shipped_library
             without = _register(path)
             return Library(path, level=level.name, digest=contents, no_amx=without)
     except NativeError as error:
@@ -169,20 +169,20 @@ def build(level: Level, *, shown: bool = True) -> Path:
     try:
         compiler = find_compiler()
     except NativeError:  # as in a container, whose image has the library alone
-        if found := _find(folder, f"{source}-*"):
-            return found
+        if existing := _find(folder, f"{source}-*"):
+            return existing
         raise
     key = f"{source}-{compiling.digest([*compiler, compiling.version_of(compiler)])}"
-    if found := _find(folder, f"{key}-*"):
-        return found
+    if existing := _find(folder, f"{key}-*"):
+        return existing
     waiting = "dflash_jax: waiting for another process, which compiles the native kernels"
     compiling_once = "dflash_jax: compiling the native kernels, once"
     try:
         with contextlib.ExitStack() as lock:
             with announced(waiting, shown=shown):
                 lock.enter_context(private_folder.locked(folder, patience=WAIT))
-            if found := _find(folder, f"{key}-*"):
-                return found
+            if existing := _find(folder, f"{key}-*"):
+                return existing
             with announced(compiling_once, shown=shown, patience=0):
                 return _compiled(compiler, level, folder, key)
     except TimeoutError as error:
@@ -202,7 +202,8 @@ def _compiled(compiler: Sequence[str], level: Level, folder: Path, key: str) -> 
         made = compiling.compile_library(compiler, level, working)
         contents = hashlib.sha256(made.read_bytes()).hexdigest()
         path = folder / f"{key}-{contents}.so"
-        private_folder.publish(made, path)
+        made.chmod(0o600)
+        made.replace(path)
     return path
 
 
@@ -222,7 +223,8 @@ def _find(folder: Path, pattern: str) -> Path | None:
         except FileNotFoundError:  # another process removed it
             continue
         except OSError as error:
-            contents, text = "", str(error)
+            contents = ""
+            text = str(error)
         else:
             text = f"{path} is damaged"
         if named and contents == named[1]:
@@ -244,9 +246,9 @@ def _folder() -> Path:
     Raises:
       NativeError: it is not given, and there is no home directory.
     """
-    given = _setting()
-    if given.lower() not in ("", AMX, *YES, *(level.name for level in LEVELS)):
-        return Path(given).expanduser().absolute()
+    setting = _setting()
+    if setting.lower() not in ("", AMX, *YES, *(level.name for level in LEVELS)):
+        return Path(setting).expanduser().absolute()
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:

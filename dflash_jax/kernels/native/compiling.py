@@ -38,7 +38,7 @@ class Level:
 
     Attributes:
       needs: their names, as Linux lists them.
-      flags: of compilers.
+      flags: flags of compilers.
     """
 
     name: str
@@ -78,10 +78,10 @@ def include_folder() -> Path:
     Raises:
       NativeError: jaxlib is not installed.
     """
-    found = importlib.util.find_spec("jaxlib")
-    if found is None or not found.submodule_search_locations:
+    module_spec = importlib.util.find_spec("jaxlib")
+    if module_spec is None or not module_spec.submodule_search_locations:
         raise NativeError("jaxlib, whose headers the native kernels need, is not installed")
-    return Path(found.submodule_search_locations[0]) / "include"
+    return Path(module_spec.submodule_search_locations[0]) / "include"
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -90,11 +90,11 @@ def find_compiler() -> tuple[str, ...]:
     Raises:
       NativeError: there is none.
     """
-    if given := os.environ.get("CXX", "").split():
-        return tuple(given)
+    if command := os.environ.get("CXX", "").split():
+        return tuple(command)
     for name in ("c++", "g++", "clang++"):
-        if found := shutil.which(name):
-            return (found,)
+        if path := shutil.which(name):
+            return (path,)
     if importlib.util.find_spec("ziglang"):
         return tuple(python_command("-m", "ziglang", "c++"))
     raise NativeError(
@@ -196,7 +196,7 @@ def _failure(log: Path, code: int, folder: Path) -> str:
                 " choose another place by XDG_CACHE_HOME and TMPDIR"
             )
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = [line for line in lines if "error" in line] or lines
-    text = found[0][:300] if found else f"exit code {code}"
+    errors = [line for line in lines if "error" in line] or lines
+    text = errors[0][:300] if errors else f"exit code {code}"
     killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL)
     return f"it was killed (is there enough memory?): {text}" if killed else text

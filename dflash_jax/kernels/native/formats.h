@@ -3,8 +3,9 @@
 // Weights share a scale in groups of 32 along K. Numbers of the columns of a strip lie side by side,
 // so that one vector holds a number of every column, or four codes of every column: a quad. The codes
 // of a group are eight quads. Of 4-bit codes, a byte holds one of quad i and, in its high half, one
-// of quad i + 4. The two high bits of 6-bit codes are apart: a byte holds, from its lowest bits on,
-// those of quads i, i + 4, i + 1 and i + 5, for i = 0 and 2.
+// of quad i + 4. High bits of wider codes are apart. A byte holds the fifth bit of quad i as bit i; of
+// 6-bit codes it holds two bits of quads i, i + 4, i + 1 and i + 5, from its lowest bits on, for i = 0
+// and 2.
 
 #ifndef DFLASH_NATIVE_FORMATS_H_
 #define DFLASH_NATIVE_FORMATS_H_
@@ -60,7 +61,7 @@ struct Spot {
 };
 
 struct Grouped {
-  static constexpr bool kBytewise = false;    // whether codes are whole bytes
+  static constexpr bool kBytewise = false;    // whether codes have eight bits when they are read
   static constexpr bool kHalves = false, kHasLow = false;
   static constexpr int64_t kScaled = 1;       // groups that share a `scale` and a `low`
   static constexpr int64_t kScaleBytes = 2;   // of one of these
@@ -73,6 +74,11 @@ struct Grouped {
   static Floats Half(const Arrays& w, Part part, Spot at, int64_t scaled = 1) {
     const int64_t offset = at.group / scaled * kStrip + at.lane;
     return Float16::Read(w.At(part, at.strip, w.groups / scaled * kStrip, offset));
+  }
+  // The numbers of the first half of a group; those of the second follow.
+  template <typename T>
+  static const T* OfHalves(const Arrays& w, Part part, Spot at) {
+    return w.At<T>(part, at.strip, 2 * w.groups * kStrip, 2 * at.group * kStrip + at.lane);
   }
   static Floats Byte(const Arrays& w, Part part, Spot at) {
     const int64_t offset = at.group * kStrip + at.lane;
@@ -129,6 +135,37 @@ struct Q4_K : Grouped {
   }
 };
 
+// Names of 16 numbers of eight bits, whose zero point is added here.
+template <typename Scaled>
+struct OfIQ4 : Scaled {
+  static constexpr bool kBytewise = true;
+  static constexpr int32_t kZeroPoint = 128;
+  static constexpr int8_t kNumbers[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                          1,    13,   25,  38,  53,  69,  89,  113};
+
+  static Pair Codes(const uint8_t* at, int i) {
+    const __m128i signs = _mm_set1_epi8(-128);
+    const __m128i numbers = _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kNumbers)), signs);
+    const Pair codes = Nibbles(at + i * kQuads);
+    return {LookUp(numbers, codes.first), LookUp(numbers, codes.second)};
+  }
+};
+
+using IQ4_NL = OfIQ4<Q4_0>;
+
+struct NestedScales : Grouped {
+  static constexpr Part kArrays[] = {kCodes, kScale, kSub};
+  static constexpr int64_t kScaled = kSuper;
+
+  static Scales Read(const Arrays& w, Spot at) {
+    const int64_t offset = at.group * kStrip + at.lane;
+    const int8_t* sub = w.At<int8_t>(kSub, at.strip, w.groups * kStrip, offset);
+    return {Multiply(Half(w, kScale, at, kSuper), Int8::Read(sub))};
+  }
+};
+
+using IQ4_XS = OfIQ4<NestedScales>;
+
 // Floats of four bits. Twice these are whole numbers from -12 on.
 struct MXFP4 : Grouped {
   static constexpr Part kArrays[] = {kCodes, kScale};
@@ -145,6 +182,14 @@ struct MXFP4 : Grouped {
   }
 };
 
+inline Pair FiveBits(const uint8_t* at, int i) {
+  const Ints high = LoadBytes(at + 4 * kQuads), mask = AllBytes(0x10);
+  const Pair low = Nibbles(at + i * kQuads);
+  const Ints first = i == 0 ? Left<4>(high) : i == 1 ? Left<3>(high) : i == 2 ? Left<2>(high) : Left<1>(high);
+  const Ints second = i == 0 ? high : i == 1 ? Right<1>(high) : i == 2 ? Right<2>(high) : Right<3>(high);
+  return {Or(low.first, And(first, mask)), Or(low.second, And(second, mask))};
+}
+
 inline Pair SixBits(const uint8_t* at, int i) {
   const Ints high = LoadBytes(at + (4 + i / 2) * kQuads), mask = AllBytes(0x30);
   const Pair low = Nibbles(at + i * kQuads);
@@ -152,27 +197,54 @@ inline Pair SixBits(const uint8_t* at, int i) {
   return {Or(low.first, And(first, mask)), Or(low.second, And(second, mask))};
 }
 
-struct Q5_K : Q4_K {
-  static constexpr int64_t kGroupBytes = 6 * kQuads;
+// The format of the same scales with codes of five bits.
+template <typename Format>
+struct OfFiveBits : Format {
+  static constexpr int64_t kGroupBytes = 5 * kQuads;
   static constexpr int kMostCode = 31;
 
-  static Pair Codes(const uint8_t* at, int i) { return SixBits(at, i); }
+  static Pair Codes(const uint8_t* at, int i) { return FiveBits(at, i); }
 };
 
-struct Q6_K : Grouped {
+struct Q5_0 : OfFiveBits<Q4_0> {
+  static constexpr int32_t kZeroPoint = 16;
+};
+using Q5_1 = OfFiveBits<Q4_1>;
+using Q5_K = OfFiveBits<Q4_K>;
+
+struct Q2_K : Grouped {
+  static constexpr Part kArrays[] = {kCodes, kScale, kLow, kSub, kSubLow};
+  static constexpr int32_t kZeroPoint = 0;
+  static constexpr bool kHalves = true, kHasLow = true;
+  static constexpr int64_t kScaled = kSuper;
+
+  static Scales Read(const Arrays& w, Spot at) {
+    const Floats scale = Half(w, kScale, at, kSuper), low = Half(w, kLow, at, kSuper);
+    const uint8_t *sub = OfHalves<uint8_t>(w, kSub, at), *sub_low = OfHalves<uint8_t>(w, kSubLow, at);
+    return {Multiply(scale, UInt8::Read(sub)), Multiply(scale, UInt8::Read(sub + kStrip)),
+            Multiply(low, UInt8::Read(sub_low)), Multiply(low, UInt8::Read(sub_low + kStrip))};
+  }
+};
+
+struct Q3_K : Grouped {
   static constexpr Part kArrays[] = {kCodes, kScale, kSub};
-  static constexpr int32_t kZeroPoint = 32;
+  static constexpr int32_t kZeroPoint = 4;
   static constexpr bool kHalves = true;
-  static constexpr int64_t kScaled = kSuper, kGroupBytes = 6 * kQuads;
+  static constexpr int64_t kScaled = kSuper;
+
+  static Scales Read(const Arrays& w, Spot at) {
+    const Floats scale = Half(w, kScale, at, kSuper);
+    const int8_t* sub = OfHalves<int8_t>(w, kSub, at);
+    return {Multiply(scale, Int8::Read(sub)), Multiply(scale, Int8::Read(sub + kStrip))};
+  }
+};
+
+struct Q6_K : Q3_K {
+  static constexpr int32_t kZeroPoint = 32;
+  static constexpr int64_t kGroupBytes = 6 * kQuads;
   static constexpr int kMostCode = 63;
 
   static Pair Codes(const uint8_t* at, int i) { return SixBits(at, i); }
-  static Scales Read(const Arrays& w, Spot at) {
-    const Floats scale = Half(w, kScale, at, kSuper);
-    const int64_t offset = 2 * at.group * kStrip + at.lane;
-    const int8_t* sub = w.At<int8_t>(kSub, at.strip, 2 * w.groups * kStrip, offset);
-    return {Multiply(scale, Int8::Read(sub)), Multiply(scale, Int8::Read(sub + kStrip))};
-  }
 };
 
 // Bytes with scales in float32 for each 16 weights.
@@ -181,11 +253,8 @@ struct Int8_16 : Q8_0 {
   static constexpr int64_t kScaleBytes = 4;
 
   static Scales Read(const Arrays& w, Spot at) {
-    const float* scale = Whole(w, kScale, at);
+    const float* scale = OfHalves<float>(w, kScale, at);
     return {Load(scale), Load(scale + kStrip)};
-  }
-  static const float* Whole(const Arrays& w, Part part, Spot at) {
-    return w.At<float>(part, at.strip, 2 * w.groups * kStrip, 2 * at.group * kStrip + at.lane);
   }
 };
 
@@ -194,7 +263,7 @@ struct Int8_16_Low : Int8_16 {
   static constexpr bool kHasLow = true;
 
   static Scales Read(const Arrays& w, Spot at) {
-    const float *scale = Whole(w, kScale, at), *low = Whole(w, kLow, at);
+    const float *scale = OfHalves<float>(w, kScale, at), *low = OfHalves<float>(w, kLow, at);
     return {Load(scale), Load(scale + kStrip), Load(low), Load(low + kStrip)};
   }
 };
@@ -206,7 +275,7 @@ constexpr int64_t PerStrip(Part part, int64_t groups) {
   switch (part) {
     case kCodes: return groups * Format::kGroupBytes;
     case kScale: case kLow: return Format::kScaled > 1 ? groups / Format::kScaled * kStrip : nearest;
-    case kSub: return nearest;
+    case kSub: case kSubLow: return nearest;
     default: return groups * kStrip;
   }
 }

@@ -1,4 +1,4 @@
-// Gates of MLPs: activations of a gate, times what follows it.
+// Gates of MLPs: activations of a gate, times what follows it; and the tanh of caps of logits.
 
 #ifndef DFLASH_NATIVE_GATES_H_
 #define DFLASH_NATIVE_GATES_H_
@@ -25,6 +25,21 @@ struct Gelu {
   static Floats Of(Floats x) {
     const Floats cube = x * x * x;
     return TimesSigmoid(x, All(2 * 0.7978845608f) * MultiplyAdd(cube, All(0.044715f), x));
+  }
+};
+
+// (1 - e) / (1 + e) with e = exp(-2 |x|), which cancels where |x| is small: there, the series.
+struct Tanh {
+  static Floats Of(Floats x) {
+    constexpr float kSmall = 0.35f;  // the first term left out is less than a rounding
+    const Floats size = Maximum(x, Zeros() - x), square = x * x;
+    const Floats e = Exp(Zeros() - (size + size));
+    Floats series = All(-1382.0f / 155925);
+    for (const float term : {62.0f / 2835, -17.0f / 315, 2.0f / 15, -1.0f / 3})
+      series = MultiplyAdd(series, square, All(term));
+    series = MultiplyAdd(series * square, size, size);
+    const Floats result = WhereNegative(size - All(kSmall), series, (All(1.0f) - e) / (All(1.0f) + e));
+    return WhereNegative(x, Zeros() - result, result);
   }
 };
 

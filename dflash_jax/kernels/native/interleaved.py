@@ -26,10 +26,18 @@ from dflash_jax.quant.layouts import FLOAT, Arrays, Interleaved, Packed, join, s
 from dflash_jax.utils.allocator import zeros
 
 WIDTH = 16  # columns of a strip
-ORDER = ("codes", "scale", "low", "zero", "sub", "sub_low")  # of the kernels' arguments
+ORDER = ("codes", "scale", "low", "zero", "sub", "sub_low")  # order of the kernels' arguments
 # Types whose blocks the native library moves.
-MOVED = frozenset(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"])
-HIGH = ((0, 0), (2, 4), (4, 1), (6, 5))  # bit of a byte of high bits, and its first quad of two
+MOVED = frozenset(
+    ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+)
+# Where the high bits of codes lie, by the bits of a code: of each place in the bytes behind the
+# nibbles, its first bit, and the quads whose bits these bytes have there.
+HIGH = {
+    4: (),
+    5: tuple((quad, (quad,)) for quad in range(8)),
+    6: ((0, (0, 2)), (2, (4, 6)), (4, (1, 3)), (6, (5, 7))),
+}
 PART = 1 << 23  # bytes of rows that are put in place at a time
 
 
@@ -39,7 +47,7 @@ def shapes(
     """Return the shape and dtype of each array of a weight [D, N], in `ORDER`.
 
     Args:
-      dtype: of floats.
+      dtype: dtype of floats.
     """
     strips = -(-columns // WIDTH)
     if kind == FLOAT:
@@ -48,34 +56,37 @@ def shapes(
     if kind == "int8":
         codes = (strips, -(-depth // 4), 4 * WIDTH)
         return {"codes": (codes, np.uint8), "scale": ((strips, WIDTH), np.float32)}
-    group = RUN * WIDTH // format_.spread + (RUN * WIDTH // 4 if format_.high else 0)
-    found: dict[str, tuple[tuple[int, ...], Any]] = {
+    group = RUN * WIDTH * format_.bits // 8
+    layouts: dict[str, tuple[tuple[int, ...], Any]] = {
         "codes": ((strips, depth // RUN, group), np.uint8)
     }
     arrays = format_.arrays(depth)
     for name in ORDER[1:]:
         if name in arrays:
             rows, stored = arrays[name]
-            found[name] = ((strips, rows, WIDTH), stored)
-    return found
+            layouts[name] = ((strips, rows, WIDTH), stored)
+    return layouts
 
 
 def interleave(w: Packed) -> Interleaved:
     """Return a packed weight in strips."""
     arrays = {name: np.asarray(a) for name, a in w.arrays.items()}
-    format_, depth = KINDS[w.kind], w.shape[0]
+    format_ = KINDS[w.kind]
+    depth = w.shape[0]
     if w.kind == "int8":
         codes = _quads(arrays["codes"].view(np.uint8) ^ np.uint8(128))
         return _placed({"codes": codes, "scale": _by_strip(arrays["scale"])[:, 0]}, w)
-    if format_.classes == 1:
-        codes = _quads(arrays["codes"].view(np.uint8) ^ np.uint8(128))
-    else:
-        groups = _quads(split(arrays["codes"], 2)).reshape(-1, depth // RUN, 8, 4 * WIDTH)
-        codes = groups[:, :, :4] | groups[:, :, 4:] << np.uint8(4)
+    whole = arrays["codes"].view(np.uint8)
+    if format_.spread == 2:
+        whole = split(whole, 2)
     if format_.high:
-        groups = _quads(split(arrays["high"], 4)).reshape(-1, depth // RUN, 8, 4 * WIDTH)
-        parts = (groups[:, :, i : i + 3 : 2] << np.uint8(bit) for bit, i in HIGH)
-        codes = np.concatenate([codes, functools.reduce(np.bitwise_or, parts)], axis=2)
+        whole = whole | split(arrays["high"], 4) << np.uint8(4)
+    if format_.numbers:
+        whole = _indices(format_.numbers)[whole]
+    if format_.bits == 8:
+        whole = whole ^ np.uint8(128)
+    groups = _quads(whole).reshape(-1, depth // RUN, 8, 4 * WIDTH)
+    codes = groups if format_.bits == 8 else _narrow(groups, format_.bits)
     moved = {"codes": codes.reshape(len(codes), depth // RUN, -1)}
     moved |= {name: _by_strip(arrays[name]) for name in ORDER[1:] if name in arrays}
     return _placed(moved, w)
@@ -84,23 +95,25 @@ def interleave(w: Packed) -> Interleaved:
 def deinterleave(w: Interleaved) -> Packed:
     """Return a packed weight in the layout for XLA, the inverse of `interleave`."""
     arrays = {name: np.asarray(a) for name, a in w.arrays.items()}
-    format_, depth, columns = KINDS[w.kind], w.shape[0], math.prod(w.shape[1:])
+    format_ = KINDS[w.kind]
+    depth = w.shape[0]
+    columns = math.prod(w.shape[1:])
     codes = arrays.pop("codes")
-    found = {n: _rows(a.reshape(len(a), -1, WIDTH), columns) for n, a in arrays.items()}
-    if format_.classes == 1:
+    rows_by_name = {n: _rows(a.reshape(len(a), -1, WIDTH), columns) for n, a in arrays.items()}
+    if format_.bits == 8:
         whole = _unquads(codes, columns)[:depth] ^ np.uint8(128)
-        found["codes"] = whole.view(np.int8)
     else:
         groups = codes.reshape(len(codes), depth // RUN, -1, 4 * WIDTH)
-        low = groups[:, :, :4]
-        nibbles = np.concatenate([low & np.uint8(15), low >> np.uint8(4)], axis=2)
-        found["codes"] = join(_unquads(nibbles, columns), 2)
-        if format_.high:
-            high = np.empty_like(nibbles)
-            for bit, i in HIGH:
-                high[:, :, i : i + 3 : 2] = groups[:, :, 4:] >> np.uint8(bit) & np.uint8(3)
-            found["high"] = join(_unquads(high, columns), 4)
-    return Packed({name: found[name] for name in format_.arrays(depth)}, w.kind, w.shape)
+        whole = _unquads(_widened(groups, format_.bits), columns)
+    if format_.numbers:
+        whole = np.array(format_.numbers, np.int8)[whole]
+    if format_.spread == 1:
+        rows_by_name["codes"] = whole.view(np.int8)
+    else:
+        rows_by_name["codes"] = join(whole & np.uint8(15), 2)
+    if format_.high:
+        rows_by_name["high"] = join(whole >> np.uint8(4), 4)
+    return Packed({name: rows_by_name[name] for name in format_.arrays(depth)}, w.kind, w.shape)
 
 
 def stack_shapes(
@@ -136,7 +149,7 @@ def put_blocks(
     """Put rows of ggml's blocks in place as columns of a packed weight, some strips at a time.
 
     Args:
-      type_: of the blocks, one of `MOVED`.
+      type_: type of the blocks, one of `MOVED`.
       moved: called after each of these times.
     """
     assert rows.strides[-1] == 1, "the blocks of a row must be contiguous"
@@ -154,7 +167,8 @@ def put_blocks(
 
 def put_packed(w: Interleaved, part: Packed, columns: Int[np.ndarray, " n"]) -> None:
     """Put the columns of a packed weight in place as columns of another, of the same kind."""
-    strips, places = columns // WIDTH, columns % WIDTH
+    strips = columns // WIDTH
+    places = columns % WIDTH
     for name, array in interleave(part).arrays.items():
         size = 4 if name == "codes" else 1  # of the numbers of a column that lie side by side
         each = array.reshape(len(array), -1, WIDTH, size).swapaxes(1, 2)
@@ -183,7 +197,8 @@ def stack_floats(weights: Float[np.ndarray, "E D ..."]) -> Interleaved:
 
 def _put_floats(weight: Float[np.ndarray, "D ..."], strips: Float[np.ndarray, "P D 16"]) -> None:
     flat = np.ascontiguousarray(weight).reshape(len(weight), -1)
-    row, strip = flat.shape[1] * flat.itemsize, WIDTH * flat.itemsize
+    row = flat.shape[1] * flat.itemsize
+    strip = WIDTH * flat.itemsize
     _call("interleave", flat, len(flat), row, strip, strips)
 
 
@@ -223,6 +238,34 @@ def _quads(codes: UInt8[np.ndarray, "D N"]) -> UInt8[np.ndarray, "P Q 64"]:
 def _unquads(quads: UInt8[np.ndarray, "P ..."], columns: int) -> UInt8[np.ndarray, "D N"]:
     rows = quads.reshape(len(quads), -1, WIDTH, 4).transpose(1, 3, 0, 2)
     return np.ascontiguousarray(rows.reshape(-1, len(quads) * WIDTH)[:, :columns])
+
+
+def _indices(numbers: tuple[int, ...]) -> UInt8[np.ndarray, "256"]:
+    """Return the code of each signed byte that is one of some numbers, by its unsigned value."""
+    codes = np.zeros(256, np.uint8)
+    codes[np.array(numbers, np.int8).view(np.uint8)] = np.arange(len(numbers))
+    return codes
+
+
+def _narrow(groups: UInt8[np.ndarray, "P G 8 64"], bits: int) -> UInt8[np.ndarray, "P G Q 64"]:
+    """Return the bytes of groups from their codes of 4, 5 or 6 bits."""
+    low = groups & np.uint8(15)
+    high = groups >> np.uint8(4)
+    parts = [low[:, :, :4] | low[:, :, 4:] << np.uint8(4)]
+    if HIGH[bits]:
+        places = (high[:, :, list(quads)] << np.uint8(bit) for bit, quads in HIGH[bits])
+        parts.append(functools.reduce(np.bitwise_or, places))
+    return np.concatenate(parts, axis=2)
+
+
+def _widened(groups: UInt8[np.ndarray, "P G Q 64"], bits: int) -> UInt8[np.ndarray, "P G 8 64"]:
+    """Return the codes of groups, the inverse of `_narrow`."""
+    low = groups[:, :, :4]
+    codes = np.concatenate([low & np.uint8(15), low >> np.uint8(4)], axis=2)
+    mask = np.uint8((1 << bits - 4) - 1)
+    for bit, quads in HIGH[bits]:
+        codes[:, :, list(quads)] |= (groups[:, :, 4:] >> np.uint8(bit) & mask) << np.uint8(4)
+    return codes
 
 
 def _by_strip(rows: Num[np.ndarray, "R N"]) -> Num[np.ndarray, "P R 16"]:

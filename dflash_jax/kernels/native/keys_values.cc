@@ -79,28 +79,38 @@ void Quantise(const Number& number, int64_t width, int8_t* codes, float* scale) 
   }
 }
 
-using Vectors = ffi::Buffer<ffi::F32, 4>;
+using Vectors = ffi::Buffer<ffi::F32, 5>;
 using Positions = ffi::Buffer<ffi::S32, 2>;
 
 // Returns whether a cache [B, K, S, H] holds vectors [B, T, K, H].
 bool Fits(ffi::Span<const int64_t> cache, const Vectors& vectors) {
   const auto dims = vectors.dimensions();
-  return cache.size() == 4 && cache[0] == dims[0] && cache[1] == dims[2] && cache[3] == dims[3];
+  return cache.size() == 4 && cache[0] == dims[0] && cache[1] == dims[2] && cache[3] == dims[4];
 }
 
-// Calls write(from, to) with the offsets of each vector in the arguments [B, T, K, H] and in the cache
-// [B, K, S, H], both in vectors. Dead tokens, whose position is negative, and tokens past the end of a cache that
+// One vector of each head of tokens, [B, T, K, H], in an array [B, T, K, N, H].
+struct Part {
+  const float* data;
+  int64_t pitch, width;  // of an array, in vectors and in numbers
+
+  Part(const Vectors& all, int64_t index)
+      : data(all.typed_data() + index * all.dimensions()[4]), pitch(all.dimensions()[3]), width(all.dimensions()[4]) {}
+  const float* operator[](int64_t i) const { return data + i * pitch * width; }
+};
+
+// Calls write(from, to) with the numbers of each vector of keys and values, and of their place in the cache
+// [B, K, S, H], in vectors. Dead tokens, whose position is negative, and tokens past the end of a cache that
 // is no ring are not written.
 template <typename Write>
 ffi::Error Each(ffi::ThreadPool pool, Vectors k, Vectors v, Positions positions, int64_t slots, bool ring,
                 const Write& write) {
   const auto dims = k.dimensions(), same = v.dimensions();
   const int64_t batch = dims[0], tokens = dims[1], heads = dims[2];
-  if (!std::equal(dims.begin(), dims.end(), same.begin()) || positions.dimensions()[0] != batch ||
-      positions.dimensions()[1] != tokens)
+  if (!std::equal(dims.begin(), dims.begin() + 3, same.begin()) || dims[4] != same[4] ||
+      positions.dimensions()[0] != batch || positions.dimensions()[1] != tokens)
     return ffi::Error::InvalidArgument("the shapes of keys, values and caches do not fit");
   const int32_t* position = positions.typed_data();
-  const bool serial = batch * tokens * heads * dims[3] < kSerial;
+  const bool serial = batch * tokens * heads * dims[4] < kSerial;
   Split(pool, batch * tokens, 1, serial, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; token++) {
       const int64_t b = token / tokens, at = position[token];
@@ -115,12 +125,13 @@ ffi::Error Each(ffi::ThreadPool pool, Vectors k, Vectors v, Positions positions,
 
 template <typename As>
 ffi::Error WriteFloats(ffi::ThreadPool pool, Vectors k, Vectors v, Positions positions, ffi::Result<ffi::AnyBuffer> keys,
-                       ffi::Result<ffi::AnyBuffer> values, bool ring) {
-  const int64_t width = k.dimensions()[3];
+                       ffi::Result<ffi::AnyBuffer> values, bool ring, int32_t key, int32_t value) {
+  const int64_t width = k.dimensions()[4];
+  const Part of_keys(k, key), of_values(v, value);
   auto* to_k = static_cast<typename As::Stored*>(keys->untyped_data());
   auto* to_v = static_cast<typename As::Stored*>(values->untyped_data());
   return Each(pool, k, v, positions, keys->dimensions()[2], ring, [&](int64_t from, int64_t to) {
-    const Guarded<As> given{k.typed_data() + from * width, v.typed_data() + from * width};
+    const Guarded<As> given{of_keys[from], of_values[from]};
     if (std::is_same_v<As, AsFloat32> && given.AllFinite(width)) {
       std::memcpy(to_k + to * width, given.k, width * sizeof(float));
       std::memcpy(to_v + to * width, given.v, width * sizeof(float));
@@ -133,15 +144,21 @@ ffi::Error WriteFloats(ffi::ThreadPool pool, Vectors k, Vectors v, Positions pos
   });
 }
 
+// Whether there are a key and a value with these indices.
+bool HasParts(const Vectors& k, const Vectors& v, int32_t key, int32_t value) {
+  return key >= 0 && key < k.dimensions()[3] && value >= 0 && value < v.dimensions()[3];
+}
+
 ffi::Error Write(ffi::ThreadPool pool, Vectors k, Vectors v, Positions positions, ffi::AnyBuffer, ffi::AnyBuffer,
-                 ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> values, bool ring) {
-  if (!Fits(keys->dimensions(), k) || !Fits(values->dimensions(), v) ||
+                 ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> values, bool ring, int32_t key,
+                 int32_t value) {
+  if (!HasParts(k, v, key, value) || !Fits(keys->dimensions(), k) || !Fits(values->dimensions(), v) ||
       values->dimensions()[2] != keys->dimensions()[2] || values->element_type() != keys->element_type())
     return ffi::Error::InvalidArgument("keys and values do not fit the cache");
   switch (keys->element_type()) {
-    case ffi::F32: return WriteFloats<AsFloat32>(pool, k, v, positions, keys, values, ring);
-    case ffi::BF16: return WriteFloats<AsBFloat16>(pool, k, v, positions, keys, values, ring);
-    case ffi::F16: return WriteFloats<AsFloat16>(pool, k, v, positions, keys, values, ring);
+    case ffi::F32: return WriteFloats<AsFloat32>(pool, k, v, positions, keys, values, ring, key, value);
+    case ffi::BF16: return WriteFloats<AsBFloat16>(pool, k, v, positions, keys, values, ring, key, value);
+    case ffi::F16: return WriteFloats<AsFloat16>(pool, k, v, positions, keys, values, ring, key, value);
     default: return ffi::Error::InvalidArgument("keys must be floats");
   }
 }
@@ -151,22 +168,24 @@ using Scales = ffi::Buffer<ffi::F32, 3>;
 
 ffi::Error WriteInt8(ffi::ThreadPool pool, Vectors k, Vectors v, Positions positions, Codes, Codes, Scales, Scales,
                      ffi::Result<Codes> keys, ffi::Result<Codes> values, ffi::Result<Scales> k_scale,
-                     ffi::Result<Scales> v_scale, bool ring) {
-  const int64_t width = k.dimensions()[3];
+                     ffi::Result<Scales> v_scale, bool ring, int32_t key, int32_t value) {
+  const int64_t width = k.dimensions()[4];
   const int64_t slots = keys->dimensions()[2];
   const auto fits = [&](const Scales& scale) {
     const auto dims = scale.dimensions();
     return dims[0] == keys->dimensions()[0] && dims[1] == keys->dimensions()[1] && dims[2] == slots;
   };
-  if (!Fits(keys->dimensions(), k) || !Fits(values->dimensions(), v) || values->dimensions()[2] != slots ||
+  if (!HasParts(k, v, key, value) || !Fits(keys->dimensions(), k) || !Fits(values->dimensions(), v) ||
+      values->dimensions()[2] != slots ||
       !fits(*k_scale) || !fits(*v_scale))
     return ffi::Error::InvalidArgument("keys and values do not fit the cache");
+  const Part of_keys(k, key), of_values(v, value);
   return Each(pool, k, v, positions, keys->dimensions()[2], ring, [&](int64_t from, int64_t to) {
-    const Guarded<AsFloat32> given{k.typed_data() + from * width, v.typed_data() + from * width};
-    const auto key = [&](int64_t i) { return given.key(i); };
-    const auto value = [&](int64_t i) { return given.value(i); };
-    Quantise(key, width, keys->typed_data() + to * width, k_scale->typed_data() + to);
-    Quantise(value, width, values->typed_data() + to * width, v_scale->typed_data() + to);
+    const Guarded<AsFloat32> given{of_keys[from], of_values[from]};
+    const auto key_at = [&](int64_t i) { return given.key(i); };
+    const auto value_at = [&](int64_t i) { return given.value(i); };
+    Quantise(key_at, width, keys->typed_data() + to * width, k_scale->typed_data() + to);
+    Quantise(value_at, width, values->typed_data() + to * width, v_scale->typed_data() + to);
   });
 }
 
@@ -185,7 +204,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_write, Write,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("ring"));
+                                  .Attr<bool>("ring")
+                                  .Attr<int32_t>("key")
+                                  .Attr<int32_t>("value"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_write_int8, WriteInt8,
                               ffi::Ffi::Bind()
@@ -201,4 +222,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_write_int8, WriteInt8,
                                   .Ret<Codes>()
                                   .Ret<Scales>()
                                   .Ret<Scales>()
-                                  .Attr<bool>("ring"));
+                                  .Attr<bool>("ring")
+                                  .Attr<int32_t>("key")
+                                  .Attr<int32_t>("value"));

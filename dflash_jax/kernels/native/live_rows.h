@@ -1,5 +1,6 @@
-// Rows of activations that have a number other than zero. The others are those of dead tokens: padding,
-// rows that wait, drafts that were not made. Their products are zeros, which need no weights.
+// Rows of activations of live tokens. The others are those of dead ones: padding, rows that wait, drafts
+// that were not made. Which tokens are live is told by the caller, or seen from their numbers: those of dead
+// tokens are zeros, whose products are zeros, which need no weights.
 
 #ifndef DFLASH_NATIVE_LIVE_ROWS_H_
 #define DFLASH_NATIVE_LIVE_ROWS_H_
@@ -9,6 +10,8 @@
 #include <numeric>
 #include <utility>
 #include <vector>
+
+#include "common.h"
 
 namespace dflash {
 
@@ -30,10 +33,30 @@ inline bool AnyLive(const float* x, int64_t count) {
   return i < count;
 }
 
+// Which tokens are live, or an empty array if that is to be seen from their numbers.
+using Live = ffi::Buffer<ffi::PRED>;
+
+// Returns whether an array says of each row whether it is live, or says nothing.
+inline bool Fits(const Live& live, int64_t rows) {
+  const auto count = static_cast<int64_t>(live.element_count());
+  return count == 0 || count == rows;
+}
+
+// Returns whether a row counts.
+inline bool IsLive(const Live& live, int64_t row, const float* x, int64_t width) {
+  return live.element_count() ? live.typed_data()[row] : AnyLive(x + row * width, width);
+}
+
 class LiveRows {
  public:
   // Finds the live rows of x [M, K], in their order.
-  LiveRows(const float* x, int64_t rows, int64_t depth) : x_(x), depth_(depth), all_(rows) {
+  LiveRows(const float* x, int64_t rows, int64_t depth, const Live& live) : LiveRows(x, depth, rows, {}) {
+    for (int64_t row = 0; row < rows; row++)
+      if (IsLive(live, row, x, depth)) at_.push_back(row);
+  }
+
+  // The same, seen from their numbers.
+  LiveRows(const float* x, int64_t rows, int64_t depth) : LiveRows(x, depth, rows, {}) {
     for (int64_t row = 0; row < rows; row++)
       if (AnyLive(x + row * depth, depth)) at_.push_back(row);
   }
@@ -65,6 +88,9 @@ class LiveRows {
   }
 
  private:
+  LiveRows(const float* x, int64_t depth, int64_t rows, std::vector<int64_t> at)
+      : x_(x), depth_(depth), all_(rows), at_(std::move(at)) {}
+
   const float* const x_;
   const int64_t depth_, all_;
   std::vector<int64_t> at_;

@@ -24,7 +24,7 @@ struct Output {
   float* data;
   int64_t columns;
   const LiveRows& rows;
-  bool fill;  // whether products of rows of zeros are written; else they are undefined
+  bool fill;  // whether zeros are written for rows that are not live
   bool is_read_next = false;  // while it is in the cache
   int64_t first = 0;          // vectors of columns that come before those that it has
   bool past_caches = false;  // whether it is larger than the caches, so that storing it there only costs
@@ -34,7 +34,7 @@ struct Output {
   // Whether all lanes of a vector of columns are in the result.
   bool IsWhole(int64_t vector) const { return (vector - first + 1) * kLanes <= columns; }
 
-  // Writes the products of rows of zeros in some vectors of columns; past the caches where they would take the
+  // Writes zeros for rows that are not live in some vectors of columns; past the caches where they would take the
   // place of weights.
   void Clear(int64_t begin, int64_t end) const {
     constexpr int64_t kMuch = 1 << 14;  // numbers of a row

@@ -5,9 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from dflash_jax.kernels.native.interleaved import ORDER, WIDTH
+from dflash_jax.kernels.native.interleaved import HIGH, ORDER, WIDTH
 from dflash_jax.quant.formats import E2M1, KINDS, RUN
 from dflash_jax.quant.layouts import FLOAT, Interleaved
 
@@ -16,7 +16,12 @@ ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2}
 
 
 def multiply(
-    x: Float[Array, "... D"], w: Interleaved, *, fill: bool = True, activation: str = ""
+    x: Float[Array, "... D"],
+    w: Interleaved,
+    *,
+    live: Bool[Array, "..."] | None = None,
+    activation: str = "",
+    onto: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
     """Return x · w in float32; each row of x has the same result in any company.
 
@@ -25,7 +30,10 @@ def multiply(
     32 numbers of a row are quantised. Float weights, of any width, are multiplied in float32.
 
     Args:
-      fill: write the results of rows of zeros, which are zeros; else they are undefined.
+      live: rows of x that count, whose results alone are computed; the others are undefined. By
+        default all are, and rows of zeros are not multiplied.
+      onto: what the product is added to, in its memory if that is free; results of rows that do not
+        count are its own.
       activation: of gates, with a weight [D, 2, F] of gate and up, F a multiple of 16: the result
         [..., F] is activation(gate(x)) · up(x). One of `ACTIVATIONS`.
     """
@@ -33,9 +41,13 @@ def multiply(
     name = "int8_by_floats" if w.by_floats else _name(w)
     columns = w.shape[2:] if activation else w.shape[1:]
     out = jax.ShapeDtypeStruct((len(rows), math.prod(columns)), jnp.float32)
+    counts = jnp.ones((0,), bool) if live is None else live.ravel()
+    below = jnp.zeros((0,), jnp.float32) if onto is None else onto.reshape(out.shape)
+    aliases = {} if onto is None else {2: 0}
     # Callers differ in what they do with the result; their fusions must not reach into it.
-    call = jax.ffi.ffi_call(f"dflash_{name}", out)
-    product = call(rows, *_arrays(w), fill=fill, activation=np.int32(ACTIVATIONS[activation]))
+    call = jax.ffi.ffi_call(f"dflash_{name}", out, input_output_aliases=aliases)
+    number = np.int32(ACTIVATIONS[activation])
+    product = call(rows, counts, below, *_arrays(w), activation=number)
     return product.reshape(*x.shape[:-1], *columns)
 
 
@@ -50,7 +62,8 @@ def multiply_by_experts(
       w: a stack [E, D, ...].
     """
     out = jax.ShapeDtypeStruct((len(x), math.prod(w.shape[2:])), jnp.float32)
-    rows, each = x.astype(jnp.float32), expert.astype(jnp.int32)
+    rows = x.astype(jnp.float32)
+    each = expert.astype(jnp.int32)
     product = jax.ffi.ffi_call(f"dflash_experts_{_name(w)}", out)(rows, each, *_arrays(w))
     return product.reshape(len(x), *w.shape[2:])
 
@@ -66,7 +79,8 @@ def _arrays(w: Interleaved) -> list[Array]:
 def gather(w: Interleaved, ids: Int[Array, " P"]) -> Float[Array, "P D"]:
     """Return columns of a weight [D, N], packed ones as float32."""
     ids = jnp.clip(ids, 0, w.shape[1] - 1)
-    strip, place = ids // WIDTH, ids % WIDTH
+    strip = ids // WIDTH
+    place = ids % WIDTH
 
     def column(name: str) -> Array:
         return w.arrays[name].reshape(len(w.arrays[name]), -1, WIDTH)[strip, :, place]
@@ -80,11 +94,17 @@ def gather(w: Interleaved, ids: Int[Array, " P"]) -> Float[Array, "P D"]:
         values, strip = jax.lax.optimization_barrier((values, strip))
         bits = jax.lax.bitcast_convert_type(values, jnp.uint16)[strip, :, place]
         return jax.lax.bitcast_convert_type(bits, values.dtype)
-    k, depth = KINDS[w.kind], w.shape[0]
+    k = KINDS[w.kind]
+    depth = w.shape[0]
     quads = w.arrays["codes"].reshape(len(w.arrays["codes"]), -1, WIDTH, 4)[strip, :, place]
-    codes = quads.reshape(len(ids), -1)[:, :depth] if k.spread == 1 else _split(quads, depth)
-    zero = 128 if k.classes == 1 else k.zero
-    codes = jnp.array(E2M1)[codes] if k.floats else codes
+    if k.bits == 8:
+        codes = quads.reshape(len(ids), -1)[:, :depth]
+        zero = 128
+    else:
+        codes = _codes_of_groups(quads, depth, k.bits)
+        zero = k.zero
+    numbers = E2M1 if k.floats else k.numbers
+    codes = jnp.array(numbers)[codes] if numbers else codes
     values = codes.astype(jnp.float32) - zero
 
     def of_weights(name: str, sub: str) -> Float[Array, "P D"]:
@@ -100,14 +120,17 @@ def gather(w: Interleaved, ids: Int[Array, " P"]) -> Float[Array, "P D"]:
     return values - of_weights("low", "sub_low") if k.low else values
 
 
-def _split(quads: UInt8[Array, "P Q 4"], depth: int) -> UInt8[Array, "P D"]:
-    """Return codes of 4 or 6 bits from the bytes of groups."""
+def _codes_of_groups(quads: UInt8[Array, "P Q 4"], depth: int, bits: int) -> UInt8[Array, "P D"]:
+    """Return codes of 4, 5 or 6 bits from the bytes of groups."""
     groups = quads.reshape(len(quads), depth // RUN, -1, 4)
     low = groups[:, :, :4]
     codes = jnp.concatenate([low & 15, low >> 4], axis=2)  # [P, groups, 8, 4]
-    if groups.shape[2] > 4:
-        high = groups[:, :, 4:]
-        pairs = jnp.stack([high, high >> 4], axis=3), jnp.stack([high >> 2, high >> 6], axis=3)
-        bits = [pair.reshape(*low.shape) & 3 for pair in pairs]  # of quads 0 to 3, and 4 to 7
-        codes |= jnp.concatenate(bits, axis=2) << 4
+    if HIGH[bits]:
+        mask = (1 << bits - 4) - 1
+        high_by_quad = {
+            quad: groups[:, :, 4 + at] >> bit & mask
+            for bit, quads_there in HIGH[bits]
+            for at, quad in enumerate(quads_there)
+        }
+        codes |= jnp.stack([high_by_quad[quad] for quad in range(8)], axis=2) << 4
     return codes.reshape(len(quads), depth)

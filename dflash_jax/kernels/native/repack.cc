@@ -35,6 +35,18 @@ void PutNibbles(uint8_t* to, const uint8_t (&codes)[kGroup]) {
   PutQuads(to, joined, 4);
 }
 
+// Moves 32 codes of five bits.
+void PutFiveBits(uint8_t* to, const uint8_t (&codes)[kGroup]) {
+  PutNibbles(to, codes);
+  uint32_t joined = 0;
+  for (int quad = 0; quad < 8; quad++) {
+    uint32_t of_quad;
+    std::memcpy(&of_quad, codes + 4 * quad, sizeof of_quad);
+    joined |= (of_quad >> 4 & 0x01010101u) << quad;
+  }
+  std::memcpy(to + 4 * kQuads, &joined, sizeof joined);
+}
+
 // Moves 32 codes of six bits.
 void PutSixBits(uint8_t* to, const uint8_t (&codes)[kGroup]) {
   PutNibbles(to, codes);
@@ -46,21 +58,15 @@ void PutSixBits(uint8_t* to, const uint8_t (&codes)[kGroup]) {
   PutQuads(to + 4 * kQuads, joined, 2);
 }
 
-// Moves 32 signed codes, and a scale.
-inline void PutBytes(const Column& to, int64_t g, uint16_t scale, uint8_t (&codes)[kGroup]) {
-  for (uint8_t& code : codes) code ^= 0x80;
-  to.scale[g * kStrip] = scale;
-  PutQuads(to.codes + g * Q8_0::kGroupBytes, codes, 8);
-}
-
 // Each moves the block at the start of group `g`.
 struct Q8_0Block {
   using Format = Q8_0;
   static constexpr int64_t kBytes = 34;
   static void Move(const uint8_t* block, const Column& to, int64_t g) {
     uint8_t codes[kGroup];
-    std::copy_n(block + 2, kGroup, codes);
-    PutBytes(to, g, Half(block), codes);
+    for (int k = 0; k < kGroup; k++) codes[k] = block[2 + k] ^ 0x80;
+    to.scale[g * kStrip] = Half(block);
+    PutQuads(to.codes + g * Format::kGroupBytes, codes, 8);
   }
 };
 
@@ -98,30 +104,51 @@ struct FifthBits {
 };
 constexpr FifthBits kFifthBits;
 
+// Moves the codes of Q5_0 and Q5_1, whose fifth bits are stored in front of the others.
+inline void PutSplitCodes(const uint8_t* fifth, const Column& to, int64_t g) {
+  uint8_t codes[kGroup];
+  for (int i = 0; i < 4; i++) std::memcpy(codes + 8 * i, kFifthBits.of[fifth[i]], 8);
+  for (int k = 0; k < 16; k++) {
+    codes[k] |= fifth[4 + k] & 15;
+    codes[k + 16] |= fifth[4 + k] >> 4;
+  }
+  PutFiveBits(to.codes + g * Q5_0::kGroupBytes, codes);
+}
+
 struct Q5_0Block {
-  using Format = Q8_0;
+  using Format = Q5_0;
   static constexpr int64_t kBytes = 22;
   static void Move(const uint8_t* block, const Column& to, int64_t g) {
-    uint8_t codes[kGroup];
-    for (int i = 0; i < 4; i++) std::memcpy(codes + 8 * i, kFifthBits.of[block[2 + i]], 8);
-    for (int k = 0; k < 16; k++) {
-      codes[k] = static_cast<uint8_t>((codes[k] | (block[6 + k] & 15)) - 16);
-      codes[k + 16] = static_cast<uint8_t>((codes[k + 16] | block[6 + k] >> 4) - 16);
-    }
-    PutBytes(to, g, Half(block), codes);
+    to.scale[g * kStrip] = Half(block);
+    PutSplitCodes(block + 2, to, g);
   }
 };
 
-struct IQ4_NLBlock {
-  using Format = Q8_0;
-  static constexpr int64_t kBytes = 18;
-  static constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                         1,    13,   25,  38,  53,  69,  89,  113};
+struct Q5_1Block {
+  using Format = Q5_1;
+  static constexpr int64_t kBytes = 24;
   static void Move(const uint8_t* block, const Column& to, int64_t g) {
-    uint8_t codes[kGroup];
-    for (int k = 0; k < kGroup; k++)
-      codes[k] = static_cast<uint8_t>(kValues[block[2 + k % 16] >> (k < 16 ? 0 : 4) & 15]);
-    PutBytes(to, g, Half(block), codes);
+    to.scale[g * kStrip] = Half(block);
+    to.low[g * kStrip] = Half(block + 2) ^ 0x8000;  // ggml adds it
+    PutSplitCodes(block + 4, to, g);
+  }
+};
+
+struct IQ4_NLBlock : Q4_0Block {
+  using Format = IQ4_NL;
+};
+
+struct IQ4_XSBlock {
+  using Format = IQ4_XS;
+  static constexpr int64_t kBytes = 136;
+  static void Move(const uint8_t* block, const Column& to, int64_t g) {
+    to.scale[g / kSuper * kStrip] = Half(block);
+    const int high = Half(block + 2);
+    for (int j = 0; j < kSuper; j++) {
+      const int low = block[4 + j / 2] >> 4 * (j % 2) & 15;
+      to.sub[(g + j) * kStrip] = static_cast<uint8_t>((low | (high >> 2 * j & 3) << 4) - 32);
+      PutQuads(to.codes + (g + j) * Format::kGroupBytes, block + 8 + 16 * j, 4);
+    }
   }
 };
 
@@ -170,7 +197,7 @@ struct Q5_KBlock {
       uint8_t codes[kGroup];
       for (int k = 0; k < kGroup; k++)
         codes[k] = (block[48 + j / 2 * 32 + k] >> 4 * (j % 2) & 15) | (block[16 + k] >> j & 1) << 4;
-      PutSixBits(to.codes + (g + j) * Format::kGroupBytes, codes);
+      PutFiveBits(to.codes + (g + j) * Format::kGroupBytes, codes);
     }
   }
 };
@@ -293,7 +320,9 @@ REPACK(dflash_repack_q4_0, Q4_0Block)
 REPACK(dflash_repack_q4_1, Q4_1Block)
 REPACK(dflash_repack_mxfp4, MXFP4Block)
 REPACK(dflash_repack_q5_0, Q5_0Block)
+REPACK(dflash_repack_q5_1, Q5_1Block)
 REPACK(dflash_repack_q4_k, Q4_KBlock)
 REPACK(dflash_repack_q5_k, Q5_KBlock)
 REPACK(dflash_repack_q6_k, Q6_KBlock)
 REPACK(dflash_repack_iq4_nl, IQ4_NLBlock)
+REPACK(dflash_repack_iq4_xs, IQ4_XSBlock)

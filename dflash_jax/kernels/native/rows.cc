@@ -1,5 +1,6 @@
-// Norms, rotations, gates, largest numbers, filters and draws of rows, as XLA FFI handlers. A row has the same bits in any
-// company, which XLA does not promise: it compiles a loop over one row otherwise than a loop over several.
+// Norms, rotations, gates, caps, routers, largest numbers, filters and draws of rows, as XLA FFI handlers. A row has
+// the same bits in any company, which XLA does not promise: it compiles a loop over one row otherwise than a loop over
+// several.
 
 #include <algorithm>
 #include <cmath>
@@ -35,49 +36,60 @@ void NormaliseRow(const float* x, const float* w, int64_t width, float eps, floa
 
 using Rows = ffi::Buffer<ffi::F32, 2>;
 
-// Weights [W, D] apply to W rows, and again to the next W.
-ffi::Error Norm(ffi::ThreadPool pool, Rows x, Rows w, ffi::Result<Rows> out, float eps) {
+// Weights [W, D] apply to W rows, and again to the next W. Where it is told which rows are live, the others are
+// not written; else they are zeros.
+ffi::Error Norm(ffi::ThreadPool pool, Rows x, Live live, Rows w, ffi::Result<Rows> out, float eps) {
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], kinds = w.dimensions()[0];
-  if (w.dimensions()[1] != width || kinds < 1)
+  if (w.dimensions()[1] != width || kinds < 1 || !Fits(live, rows))
     return ffi::Error::InvalidArgument("the weights of a norm do not fit its rows");
   const float *from = x.typed_data(), *weights = w.typed_data();
   float* to = out->typed_data();
   Split(pool, rows, kRows, rows * width < kSerial, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
-      if (AnyLive(from + i * width, width))
+      if (IsLive(live, i, from, width))
         NormaliseRow(from + i * width, weights + i % kinds * width, width, eps, to + i * width);
-      else
+      else if (!live.element_count())
         std::fill_n(to + i * width, width, 0.0f);
   });
   return ffi::Error::Success();
 }
 
-// Rotates pairs (m, m + H/2) of vectors by the angles of their row.
-void RotateRow(const float* x, const float* cos, const float* sin, int64_t half, float* out) {
+// Rotates pairs (m, m + H/2) of a vector by the angles of its row.
+void RotateRow(float* __restrict x, const float* __restrict cos, const float* __restrict sin, int64_t half) {
   for (int64_t i = 0; i < half; i++) {
     const float a = x[i], b = x[i + half];
-    out[i] = std::fma(a, cos[i], -(b * sin[i]));
-    out[i + half] = std::fma(b, cos[i], a * sin[i]);
+    x[i] = std::fma(a, cos[i], -(b * sin[i]));
+    x[i + half] = std::fma(b, cos[i], a * sin[i]);
   }
 }
 
 using Vectors = ffi::Buffer<ffi::F32, 3>;
 
-// Vectors [M, N, H] by angles [M, H/2].
-ffi::Error Rotate(ffi::ThreadPool pool, Vectors x, Rows cos, Rows sin, ffi::Result<Vectors> out) {
-  const auto dims = x.dimensions();
-  const int64_t rows = dims[0], heads = dims[1], width = dims[2];
-  if (cos.dimensions()[0] != rows || cos.dimensions()[1] * 2 != width)
-    return ffi::Error::InvalidArgument("the angles of a rotation do not fit its vectors");
-  const float *from = x.typed_data(), *c = cos.typed_data(), *s = sin.typed_data();
-  float* to = out->typed_data();
-  const int64_t half = width / 2;
+// Normalises the first `count` of every `group` vectors of rows [M, N * H] by weights [W, H], which apply to W of
+// these and again to the next W, and rotates their first A numbers by angles [M, A/2], in place. Without
+// weights they are not normalised, without angles not rotated.
+ffi::Error Heads(ffi::ThreadPool pool, Rows, Live live, Rows w, Rows cos, Rows sin, ffi::Result<Rows> x, float eps,
+                 int32_t group, int32_t count) {
+  const int64_t rows = x->dimensions()[0], width = w.dimensions()[1], half = cos.dimensions()[1];
+  const int64_t kinds = w.dimensions()[0], heads = width > 0 ? x->dimensions()[1] / width : 0;
+  const auto fits = [&](const Rows& angles) {
+    return half == 0 || (angles.dimensions()[0] == rows && angles.dimensions()[1] == half);
+  };
+  if (half * 2 > width || !fits(cos) || !fits(sin) || group < 1 || heads % group ||
+      heads * width != x->dimensions()[1] || !Fits(live, rows))
+    return ffi::Error::InvalidArgument("the weights or angles of heads do not fit their vectors");
+  const float *c = cos.typed_data(), *s = sin.typed_data(), *weights = w.typed_data();
+  float* const all = x->typed_data();
   Split(pool, rows, kRows, rows * heads * width < kSerial, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * heads; i < end * heads; i++)
-      if (AnyLive(from + i * width, width))
-        RotateRow(from + i * width, c + i / heads * half, s + i / heads * half, half, to + i * width);
-      else
-        std::fill_n(to + i * width, width, 0.0f);
+    for (int64_t row = begin; row < end; row++) {
+      if (!IsLive(live, row, all, heads * width)) continue;
+      for (int64_t head = 0; head < heads; head++) {
+        float* const vector = all + (row * heads + head) * width;
+        if (head % group >= count) continue;
+        if (kinds) NormaliseRow(vector, weights + head % group % kinds * width, width, eps, vector);
+        if (half) RotateRow(vector, c + row * half, s + row * half, half);
+      }
+    }
   });
   return ffi::Error::Success();
 }
@@ -96,6 +108,60 @@ ffi::Error Gate(ffi::ThreadPool pool, Vectors x, ffi::Result<Rows> out, bool gel
       else
         GateRow(gelu ? Activation::kGelu : Activation::kSilu, gate, width, to + i * width);
     }
+  });
+  return ffi::Error::Success();
+}
+
+// cap * tanh(x / cap).
+ffi::Error Softcap(ffi::ThreadPool pool, Rows x, ffi::Result<Rows> out, float cap) {
+  const int64_t count = static_cast<int64_t>(x.element_count()), vectors = (count + kLanes - 1) / kLanes;
+  const float* from = x.typed_data();
+  float* to = out->typed_data();
+  const auto capped = [cap](const float* at) { return All(cap) * Tanh::Of(Load(at) / All(cap)); };
+  Split(pool, vectors, 1024, count < kSerial, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * kLanes; i < end * kLanes; i += kLanes) {
+      if (i + kLanes <= count) {
+        Store(to + i, capped(from + i));
+        continue;
+      }
+      float last[kLanes] = {};
+      std::copy_n(from + i, count - i, last);
+      Store(last, capped(last));
+      std::copy_n(last, count - i, to + i);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// The experts of a token with the largest logits, of equal ones the first, and the softmax of these logits, over those
+// of all experts or of the chosen ones.
+void RouteRow(const float* logits, int64_t experts, int64_t count, bool chosen_only, int32_t* ids, float* shares) {
+  std::vector<bool> taken(experts);
+  for (int64_t i = 0; i < count; i++) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < experts; e++)
+      if (!taken[e] && (best < 0 || logits[e] > logits[best])) best = e;
+    taken[best] = true;
+    ids[i] = static_cast<int32_t>(best);
+    shares[i] = std::exp(logits[best] - logits[ids[0]]);
+  }
+  float sum = 0;
+  if (chosen_only)
+    for (int64_t i = 0; i < count; i++) sum += shares[i];
+  else
+    for (int64_t e = 0; e < experts; e++) sum += std::exp(logits[e] - logits[ids[0]]);
+  for (int64_t i = 0; i < count; i++) shares[i] /= sum;
+}
+
+ffi::Error Route(ffi::ThreadPool pool, Rows logits, ffi::ResultBuffer<ffi::S32> ids, ffi::Result<Rows> shares,
+                 bool chosen_only) {
+  const int64_t rows = logits.dimensions()[0], experts = logits.dimensions()[1], count = shares->dimensions()[1];
+  if (count > experts || shares->dimensions()[0] != rows || static_cast<int64_t>(ids->element_count()) != rows * count)
+    return ffi::Error::InvalidArgument("more experts are to be chosen than there are");
+  Split(pool, rows, kRows, rows * experts * count < kSerial, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      RouteRow(logits.typed_data() + i * experts, experts, count, chosen_only, ids->typed_data() + i * count,
+               shares->typed_data() + i * count);
   });
   return ffi::Error::Success();
 }
@@ -445,6 +511,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_gate, Gate,
                                   .Ret<Rows>()
                                   .Attr<bool>("gelu"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_softcap, Softcap,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Rows>().Ret<Rows>().Attr<float>("cap"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_route, Route,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Rows>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<Rows>()
+                                  .Attr<bool>("chosen_only"));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_largest, Largest,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -457,13 +534,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_norm, Norm,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Rows>()
+                                  .Arg<Live>()
                                   .Arg<Rows>()
                                   .Ret<Rows>()
                                   .Attr<float>("eps"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_rotate, Rotate,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_heads, Heads,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<Vectors>()
+                                  .Arg<Rows>()
+                                  .Arg<Live>()
                                   .Arg<Rows>()
                                   .Arg<Rows>()
-                                  .Ret<Vectors>());
+                                  .Arg<Rows>()
+                                  .Ret<Rows>()
+                                  .Attr<float>("eps")
+                                  .Attr<int32_t>("group")
+                                  .Attr<int32_t>("count"));

@@ -26,7 +26,8 @@ def write(folder: Path, compiler: Sequence[str], levels: Sequence[Level] = LEVEL
     Raises:
       NativeError: the compiler fails.
     """
-    paths, digests = [], {}
+    paths = []
+    digests = {}
     for level in levels:
         with compiling.working_folder(folder) as working:
             made = compiling.compile_library(compiler, level, working, LINKING)
@@ -54,10 +55,10 @@ def find(levels: Sequence[Level]) -> tuple[Level, Path, str] | None:
         for level in levels:
             if level.name in about["libraries"]:
                 path = FOLDER / f"{level.name}.so"
-                found = hashlib.sha256(path.read_bytes()).hexdigest()
-                if found != about["libraries"][level.name]:
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                if digest != about["libraries"][level.name]:
                     raise ValueError(f"{path} has another digest than {ABOUT} says")
-                return level, path, found
+                return level, path, digest
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NativeError(
             f"the native kernels in {FOLDER} are damaged ({error}); reinstall dflash-jax"

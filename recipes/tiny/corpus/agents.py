@@ -16,7 +16,7 @@ from recipes.tiny.corpus.world import Conversation, facts, say
 
 
 def function(name: str, description: str, /, **parameters: str) -> dict:
-    """A tool whose parameters are all required; each value is a JSON type name."""
+    """Return a tool whose parameters are all required; each value is a JSON type name."""
     properties = {key: {"type": kind} for key, kind in parameters.items()}
     return {
         "type": "function",
@@ -40,7 +40,7 @@ FIELDS = str.split("id name count level color size amount label key value")
 
 
 def invented(rng: random.Random) -> tuple[dict, dict]:
-    """A made-up tool and arguments that fit it, so that names are copied rather than learnt."""
+    """Return a made-up tool and arguments that fit it: its names are copied rather than learnt."""
     name = f"{rng.choice(VERBS)}_{rng.choice(NOUNS)}"
     keys = rng.sample(FIELDS, rng.randint(1, 2))
     kinds = {key: rng.choice(("string", "integer")) for key in keys}
@@ -53,7 +53,7 @@ def invented(rng: random.Random) -> tuple[dict, dict]:
 
 
 def offer(rng: random.Random, *needed: str) -> tuple[dict, ...]:
-    """The needed tools among a few others, in random order."""
+    """Return the needed tools among a few others, in random order."""
     others = [name for name in CATALOG if name not in needed]
     names = [*needed, *rng.sample(others, rng.choice((0, 0, 1, 2)))]
     rng.shuffle(names)
@@ -61,7 +61,7 @@ def offer(rng: random.Random, *needed: str) -> tuple[dict, ...]:
 
 
 def call(name: str, arguments: dict) -> dict:
-    """One entry of an assistant message's `tool_calls`."""
+    """Return one entry of an assistant message's `tool_calls`."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -72,7 +72,11 @@ PREAMBLE_SHARE = 0.5
 
 @dataclasses.dataclass
 class Script:
-    """A transcript in the making; `stalled` once the agent stopped after a preamble."""
+    """A transcript in the making.
+
+    Attributes:
+      stalled: the agent stopped after a preamble, and nothing follows.
+    """
 
     rng: random.Random
     tools: tuple[dict, ...]
@@ -80,7 +84,7 @@ class Script:
     stalled: bool = False
 
     def use(self, name: str, arguments: dict, preamble: str, response: str) -> None:
-        """Adds a tool call and its response, or the stall that replaces them."""
+        """Add a tool call and its response, or the stall that replaces them."""
         if self.stalled:
             return
         last = self.messages[-1]
@@ -104,15 +108,20 @@ class Script:
 
 
 def script(rng: random.Random, tools: tuple[dict, ...], user: str) -> Script:
-    """An empty transcript that opens with the user's task."""
+    """Return a transcript with nothing but the user's task, at times after a system message."""
+    messages = []
     system = rng.choice(facts.systems)
-    opening = [{"role": "system", "content": system}] if system else []
-    return Script(rng, tools, [*opening, {"role": "user", "content": user}])
+    if system:
+        messages.append({"role": "system", "content": system})
+    messages.append({"role": "user", "content": user})
+    return Script(rng, tools, messages)
 
 
 def steps(rng: random.Random, longest: int) -> int:
-    """How many tool turns a looping task takes: mostly few, at times up to `longest`."""
-    return rng.randint(2, 4) if rng.random() < 0.75 else rng.randint(5, longest)
+    """Return the number of tool turns of a looping task: mostly few, at times up to `longest`."""
+    if rng.random() < 0.75:
+        return rng.randint(2, 4)
+    return rng.randint(5, longest)
 
 
 def weather(rng: random.Random) -> Script:
@@ -148,7 +157,10 @@ def sums(rng: random.Random) -> Script:
         value = {"+": a + b, "-": a - b, "*": a * b}[sign]
         run.use("calculator", {"expression": text}, "Let me calculate that:", str(value))
         results.append(f"{text} = {value}")
-    run.say("The result is " + ", ".join(results) + "." if count == 1 else "\n".join(results))
+    if count == 1:
+        run.say(f"The result is {results[0]}.")
+    else:
+        run.say("\n".join(results))
     return run
 
 
@@ -157,7 +169,7 @@ SETTINGS = str.split("port timeout retries workers limit width height depth")
 
 
 def file_text(rng: random.Random) -> tuple[str, str, int]:
-    """A small settings file: its text, the key asked for and its value."""
+    """Return the text of a small settings file, the key that is asked for, and its value."""
     keys = rng.sample(SETTINGS, 3)
     values = [rng.randint(1, 99) for _ in keys]
     text = "\n".join(f"{key} = {value}" for key, value in zip(keys, values, strict=True))
@@ -181,7 +193,7 @@ def read_setting(rng: random.Random) -> Script:
 
 
 def read_all(rng: random.Random) -> Script:
-    """A directory listed and every file in it read, with outputs that may be cut off."""
+    """Return a task to read every file of a folder, with outputs that may be cut off."""
     names = [f"{stem}.txt" for stem in rng.sample(STEMS, steps(rng, 11))]
     folder = say(rng, "folder")
     user = say(rng, "agent: read all", folder)
@@ -190,7 +202,8 @@ def read_all(rng: random.Random) -> Script:
     run.use("list_dir", {"path": folder}, f"Let me look at {folder}:", listed)
     lines = []
     for name in names:
-        owner, thing = rng.choice(facts.names), rng.choice(facts.things)
+        owner = rng.choice(facts.names)
+        thing = rng.choice(facts.things)
         text = f"{owner} counted {rng.randint(2, 60)} {thing}."
         if rng.random() < 0.12:
             text += f" {owner} wrote the numbers down and checked them again.\n{TRUNCATED}"
@@ -262,13 +275,14 @@ def search(rng: random.Random) -> Script:
     if kind == 0:
         country, capital, *_ = rng.choice(facts.countries)
         run = script(rng, offer(rng, "search"), f"Search for the capital of {country}.")
-        found = f"{capital} is the capital of {country}."
+        result = f"{capital} is the capital of {country}."
         query = {"query": f"capital of {country}"}
-        run.use("search", query, "Let me search for that:", found)
+        run.use("search", query, "Let me search for that:", result)
         run.say(f"The capital of {country} is {capital}.")
         return run
     if kind == 1:
-        city, time = rng.choice(facts.cities), f"{rng.randint(10, 23)}:{rng.randint(10, 59)}"
+        city = rng.choice(facts.cities)
+        time = f"{rng.randint(10, 23)}:{rng.randint(10, 59)}"
         run = script(rng, offer(rng, "get_time"), f"What time is it in {city}?")
         run.use("get_time", {"city": city}, "Let me look up the time:", time)
         run.say(f"It is {time} in {city}.")
@@ -286,7 +300,8 @@ def search(rng: random.Random) -> Script:
 
 def email(rng: random.Random) -> Script:
     to = rng.choice(facts.names)
-    day, event = rng.choice(facts.weekdays), say(rng, "email event")
+    day = rng.choice(facts.weekdays)
+    event = say(rng, "email event")
     user = say(rng, "agent: email", to, event, day)
     run = script(rng, offer(rng, "send_email"), user)
     arguments = {
@@ -300,16 +315,20 @@ def email(rng: random.Random) -> Script:
 
 
 def made_up(rng: random.Random) -> Script:
-    """A tool that exists in this conversation only."""
+    """Return a task with a tool that exists in this conversation only."""
     tool, arguments = invented(rng)
     name = tool["function"]["name"]
-    given = " and ".join(f"{key} {value}" for key, value in arguments.items())
-    user = say(rng, "agent: made up", name, given)
+    values = " and ".join(f"{key} {value}" for key, value in arguments.items())
+    user = say(rng, "agent: made up", name, values)
     run = script(rng, (*offer(rng), tool), user)
-    ok = rng.random() < 0.8
-    response = json.dumps({"status": "ok" if ok else "failed"})
-    run.use(name, arguments, f"Let me call {name}:", response)
-    run.say(f"Done. {name} returned ok." if ok else f"{name} failed. Shall I try again?")
+    if rng.random() < 0.8:
+        status = "ok"
+        answer = f"Done. {name} returned ok."
+    else:
+        status = "failed"
+        answer = f"{name} failed. Shall I try again?"
+    run.use(name, arguments, f"Let me call {name}:", json.dumps({"status": status}))
+    run.say(answer)
     return run
 
 

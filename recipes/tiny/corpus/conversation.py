@@ -16,7 +16,7 @@ from recipes.tiny.corpus.agents import offer
 from recipes.tiny.corpus.world import Conversation, Exchange, facts, is_held_out
 
 MAKERS = (*smalltalk.MAKERS, *tasks.MAKERS)
-AGENT_SHARE = 0.4  # of held-out conversations
+AGENT_SHARE = 0.4  # share of held-out conversations that are agents'
 CARELESS_SHARE = 0.12
 SYSTEM_SHARE = 0.2
 IDLE_TOOLS_SHARE = 0.06
@@ -32,11 +32,13 @@ def questions(conversation: Conversation) -> list[str]:
 
 
 def typed(rng: random.Random, text: str) -> str:
-    """A question as a person may type it: capital first, at times careless."""
+    """Return a question as a person may type it: capital first, at times careless."""
     if rng.random() > CARELESS_SHARE or "\n" in text:
         return text[0].upper() + text[1:]
     text = text[0].lower() + text[1:]
-    return text.rstrip("?.!") if rng.random() < 0.7 else text
+    if rng.random() < 0.7:
+        text = text.rstrip("?.!")
+    return text
 
 
 def exchange(rng: random.Random) -> Exchange:
@@ -45,30 +47,38 @@ def exchange(rng: random.Random) -> Exchange:
 
 
 def chat(rng: random.Random) -> Conversation:
-    """One to four exchanges, at times with a system turn or with tools that nobody needs."""
+    """Return one to four exchanges, at times with a system turn or with tools nobody needs."""
     messages: list[dict] = []
-    idle = rng.random() < IDLE_TOOLS_SHARE
-    if rng.random() < SYSTEM_SHARE and (system := rng.choice(facts.systems)):
-        messages.append({"role": "system", "content": system})
-    for _ in range(rng.choices((1, 2, 3, 4), (60, 22, 12, 6))[0]):
+    has_idle_tools = rng.random() < IDLE_TOOLS_SHARE
+    if rng.random() < SYSTEM_SHARE:
+        system = rng.choice(facts.systems)
+        if system:
+            messages.append({"role": "system", "content": system})
+    [count] = rng.choices((1, 2, 3, 4), (60, 22, 12, 6))
+    for _ in range(count):
         item = exchange(rng)
         messages.append({"role": "user", "content": typed(rng, item.user)})
         answer = {"role": "assistant", "content": item.answer}
-        messages.append(answer | ({"reasoning_content": item.thought} if item.thought else {}))
+        if item.thought:
+            answer["reasoning_content"] = item.thought
+        messages.append(answer)
     thinking = rng.random() > NO_THINKING_SHARE
     if not thinking:
         messages[-1].pop("reasoning_content", None)
-    return Conversation(tuple(messages), offer(rng) if idle else (), thinking)
+    tools = offer(rng) if has_idle_tools else ()
+    return Conversation(tuple(messages), tools, thinking)
 
 
 def conversation(rng: random.Random, agent_share: float) -> Conversation:
-    return agents.transcript(rng) if rng.random() < agent_share else chat(rng)
+    if rng.random() < agent_share:
+        return agents.transcript(rng)
+    return chat(rng)
 
 
 def training_conversations(
     seed: int, count: int, agent_share: float = AGENT_SHARE, renamed_share: float = 0.0
 ) -> list[Conversation]:
-    """`count` conversations without any held-out question; in some the people are renamed."""
+    """Return conversations without any held-out question; in some the people are renamed."""
     rng = random.Random(f"training {seed}")
     names = random.Random(f"names {seed}")
     kept: list[Conversation] = []
@@ -82,7 +92,7 @@ def training_conversations(
 
 
 def held_out_conversations(seed: int, count: int) -> list[Conversation]:
-    """`count` conversations that stop at a held-out question, each question once."""
+    """Return conversations that stop at a held-out question, each question once."""
     rng = random.Random(f"held out {seed}")
     seen: set[str] = set()
     kept: list[Conversation] = []
@@ -97,31 +107,32 @@ def held_out_conversations(seed: int, count: int) -> list[Conversation]:
 
 
 def opened(rng: random.Random, whole: Conversation) -> Conversation:
-    """The conversation cut before one of its assistant messages, mostly the first."""
-    turns = [i for i, m in enumerate(whole.messages) if m["role"] == "assistant"]
+    """Return a conversation cut before one of its assistant messages, mostly the first."""
+    turns = [at for at, message in enumerate(whole.messages) if message["role"] == "assistant"]
     cut = turns[0] if rng.random() < 0.6 else rng.choice(turns)
     return Conversation(whole.messages[:cut], whole.tools, whole.thinking)
 
 
 def new_name(rng: random.Random) -> str:
-    """A name: half of the time a usual one, else put together from syllables."""
+    """Return a name: half of the time a usual one, else one of syllables."""
     if rng.random() < 0.5:
         return rng.choice(facts.more_names)
     return "".join(map(rng.choice, (STARTS, VOWELS, ENDS)))
 
 
 def renamed(rng: random.Random, made: Conversation) -> Conversation:
-    """The conversation with every person renamed, the same person the same way throughout."""
-    people: dict[str, str] = {}
+    """Return a conversation with every person renamed, each the same way throughout."""
+    new_names: dict[str, str] = {}
 
-    def other(match: re.Match[str]) -> str:
-        found = match.group()
-        if found.capitalize() not in people:
-            people[found.capitalize()] = new_name(rng)
-        name = people[found.capitalize()]
-        if found[0].isupper():
+    def replacement(match: re.Match[str]) -> str:
+        person = match.group()
+        if person.capitalize() not in new_names:
+            new_names[person.capitalize()] = new_name(rng)
+        name = new_names[person.capitalize()]
+        if person[0].isupper():
             return name
-        return name.lower() if match.string[match.end() :].startswith("@") else found
+        is_address = match.string[match.end() :].startswith("@")
+        return name.lower() if is_address else person
 
-    text = PEOPLE.sub(other, json.dumps(made.messages, ensure_ascii=False))
+    text = PEOPLE.sub(replacement, json.dumps(made.messages, ensure_ascii=False))
     return Conversation(tuple(json.loads(text)), made.tools, made.thinking)

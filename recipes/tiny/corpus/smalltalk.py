@@ -8,7 +8,7 @@ LANGUAGES = ("French", "Spanish", "German")
 
 
 def greeting(rng: random.Random) -> Exchange:
-    """A greeting, half of the time with a name."""
+    """Return a greeting, mostly with a name."""
     word = say(rng, "greeting")
     if rng.random() < 0.6:
         name = rng.choice(facts.names)
@@ -29,7 +29,8 @@ def farewell(rng: random.Random) -> Exchange:
 
 
 def identity(rng: random.Random) -> Exchange:
-    start, about = say(rng, "identity lead"), say(rng, "who")
+    start = say(rng, "identity lead")
+    about = say(rng, "who")
     if rng.random() < 0.6:
         return Exchange(
             start + about,

@@ -18,30 +18,30 @@ PLACES = 9  # a file is opened at every ninth part of it
 
 @functools.cache
 def modules() -> tuple[tuple[str, str], ...]:
-    """(path below the library, text) of every usable source file, in order of the path's hash.
+    """Return the path and text of every usable source file, in the order of the path's hash.
 
     Tests, tables and generated files are left out. The order spreads a prefix of the list over
     the library and is the same on every machine with this Python version.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    files = []
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()
         if SKIPPED.intersection(name.split("/")[:-1]) or name.startswith("pydoc_data"):
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         if SMALLEST <= len(text) <= LARGEST and text.isascii():
-            found.append((name, text))
-    return tuple(sorted(found, key=lambda item: digest(item[0])))
+            files.append((name, text))
+    return tuple(sorted(files, key=lambda file: digest(file[0])))
 
 
 def digest(name: str) -> bytes:
-    """A stable hash of a file's name."""
+    """Return a stable hash of a file's name."""
     return hashlib.sha256(name.encode()).digest()
 
 
 def training_sources(characters: int) -> list[str]:
-    """Whole training files until `characters` are reached."""
+    """Return whole training files, of at least this many characters in all if there are so many."""
     kept: list[str] = []
     for name, text in modules():
         if sum(map(len, kept)) >= characters:
@@ -52,9 +52,13 @@ def training_sources(characters: int) -> list[str]:
 
 
 def held_out_openings(count: int, training: Sequence[str], *, characters: int = 360) -> list[str]:
-    """At most `count` pieces of held-out files, cut at a line's end after about `characters`.
+    """Return pieces of held-out files, cut at a line's end after about `characters`.
 
     Pieces that training sources repeat, such as licences, are passed over.
+
+    Args:
+      count: number of pieces; fewer if there are not so many.
+      training: sources of training text.
     """
     pieces: list[str] = []
     files = [text for name, text in modules() if digest(name)[1] % HELD_OUT_SHARE == 0]

@@ -20,27 +20,37 @@ ALIASES = ("solve", "compute", "helper", "my_function", "run", "work", "process"
 
 
 def arithmetic(rng: random.Random) -> Exchange:
-    """A sum, difference or product of one-digit numbers: few enough to know by heart."""
+    """Return a sum, difference or product of one-digit numbers: few enough to know by heart."""
     kind = rng.randrange(3)
     if kind == 0:
-        a, b = rng.randint(1, 9), rng.randint(1, 9)
-        signs, word, value = ("+", "plus"), "plus", a + b
+        a = rng.randint(1, 9)
+        b = rng.randint(1, 9)
+        signs = ("+", "plus")
+        word = "plus"
+        value = a + b
     elif kind == 1:
         a = rng.randint(2, 9)
         b = rng.randint(1, a)
-        signs, word, value = ("-", "minus"), "minus", a - b
+        signs = ("-", "minus")
+        word = "minus"
+        value = a - b
     else:
-        a, b = rng.randint(2, 9), rng.randint(2, 5)
-        signs, word, value = ("*", "times"), "times", a * b
+        a = rng.randint(2, 9)
+        b = rng.randint(2, 5)
+        signs = ("*", "times")
+        word = "times"
+        value = a * b
     sign = rng.choice(signs)
     user = say(rng, "sum lead") + say(rng, "sum", f"{a} {sign} {b}")
     return Exchange(user, f"{a} {word} {b} is {value}.")
 
 
 def word_problem(rng: random.Random) -> Exchange:
-    """A one-step problem, solved in a reasoning block."""
-    name, thing = rng.choice(facts.names), rng.choice(facts.things)
-    a, b = rng.randint(2, 9), rng.randint(2, 6)
+    """Return a problem of one step, solved in a reasoning block."""
+    name = rng.choice(facts.names)
+    thing = rng.choice(facts.things)
+    a = rng.randint(2, 9)
+    b = rng.randint(2, 6)
     ask = say(rng, "how many", thing, name)
     return Exchange(
         f"{name} has {a} {thing} and gets {b} more. {ask}",
@@ -63,9 +73,11 @@ def listing(rng: random.Random) -> Exchange:
 
 
 def json_record(rng: random.Random) -> Exchange:
-    """A JSON object with the fields that the user names."""
-    name, city = rng.choice(facts.names), rng.choice(facts.cities)
-    age, job = rng.randint(18, 70), rng.choice(facts.jobs)
+    """Return an exchange about a JSON object with the fields that the user names."""
+    name = rng.choice(facts.names)
+    city = rng.choice(facts.cities)
+    age = rng.randint(18, 70)
+    job = rng.choice(facts.jobs)
     kind = rng.randrange(3)
     if kind == 0:
         record = {"name": name, "age": age, "city": city}
@@ -130,7 +142,7 @@ def words(rng: random.Random) -> Exchange:
 
 
 def repeat(rng: random.Random) -> Exchange:
-    """Words from anywhere, said again: what teaches a small model to look back and copy."""
+    """Return words from anywhere, said again: they teach a small model to look back and copy."""
     pools = (*facts.lists.values(), facts.names, facts.cities, facts.jobs, facts.hobbies)
     chosen = " ".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(3, 9)))
     lead = say(rng, "repeat")
@@ -138,8 +150,10 @@ def repeat(rng: random.Random) -> Exchange:
 
 
 def summary(rng: random.Random) -> Exchange:
-    name, city = rng.choice(facts.names), rng.choice(facts.cities)
-    job, hobby = rng.choice(facts.jobs), rng.choice(facts.hobbies)
+    name = rng.choice(facts.names)
+    city = rng.choice(facts.cities)
+    job = rng.choice(facts.jobs)
+    hobby = rng.choice(facts.hobbies)
     day = rng.choice(facts.weekdays)
     text = (
         f"{name} works as a {job} in {city}. Every {day} {name} gets up early, drinks a cup of "
@@ -161,13 +175,13 @@ def table(rng: random.Random) -> Exchange:
 
 
 def source(name: str, parameters: str, body: str) -> str:
-    """The source text of a function, its body indented by four spaces."""
+    """Return the source text of a function, its body indented by four spaces."""
     lines = "\n".join("    " + line for line in body.split("\n"))
     return f"def {name}({parameters}):\n{lines}"
 
 
 def write_function(rng: random.Random) -> Exchange:
-    """A function written to order, at times under a name that the user gives."""
+    """Return a function written to order, at times under a name that the user chooses."""
     purpose = rng.choice(tuple(facts.functions))
     name, parameters, body = facts.functions[purpose]
     if rng.random() < 0.4:

@@ -49,10 +49,10 @@ Maker = Callable[[random.Random], Exchange]
 
 
 def say(rng: random.Random, kind: str, *values: object) -> str:
-    """A phrase of a kind, with these values in its places."""
+    """Return a phrase of a kind, with these values in its places."""
     return rng.choice(PHRASES[kind]).format(*values)
 
 
 def is_held_out(text: str) -> bool:
-    """True for the one text in `HELD_OUT_SHARE` that is kept out of training, chosen by hash."""
+    """Return whether a text is kept out of training: one in `HELD_OUT_SHARE`, chosen by hash."""
     return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_SHARE == 0

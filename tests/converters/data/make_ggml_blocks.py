@@ -17,8 +17,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[2]))
 
-from dflash_jax.converters import quants  # noqa: E402
-from dflash_jax.converters.quants.types import BY_NAME  # noqa: E402
+from dflash_jax.converters.formats import quants  # noqa: E402
+from dflash_jax.converters.formats.quants.types import BY_NAME  # noqa: E402
 
 WEIGHTS = 1024
 # What the C code prepares by number before it encodes: of a type, or the vectors of a grid.

@@ -1,4 +1,4 @@
-"""Makes converters/quants/grids.npz: the vectors that the IQ1, IQ2 and IQ3 types choose from.
+"""Makes formats/quants/grids.npz: the vectors that the IQ1, IQ2 and IQ3 types choose from.
 
     python make_ggml_grids.py
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-GRIDS = Path(__file__).resolve().parents[3] / "converters" / "quants" / "grids.npz"
+GRIDS = Path(__file__).resolve().parents[3] / "converters" / "formats" / "quants" / "grids.npz"
 NAMES = ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
 

@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[2]))
 
-from dflash_jax.converters.gguf.tokenizer import PRE_TOKENIZERS  # noqa: E402
+from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS  # noqa: E402
 
 TEXTS = [
     "Hello world! it's 12345 o'clock\n\n  indented\tTABS",

@@ -17,10 +17,10 @@ from dflash_jax.engine.state_machine.controller import (
     Stepped,
     advance,
 )
+from dflash_jax.engine.state_machine.output_vocabulary import OutputVocabulary
 from dflash_jax.engine.state_machine.request_state import choices, opening, room, speculates
 from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.engine.state_machine.trace import CallTime, RoundTrace, TraceRecorder
-from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.tool_schema import Tool
 
@@ -48,15 +48,14 @@ TEXTS = {
     51: " done",
     52: " Let me look at it",
 }
-WORDS = Words(
+VOCABULARY = OutputVocabulary(
     text=lambda ids: "".join(TEXTS.get(i, "w") for i in ids),
     syntax=SYNTAXES["qwen_xml"],
     tools=(Tool("w", {}),),
     hidden=frozenset({SPECIAL}),
     calls=(PREFIX,),
-    colons=frozenset({COLON}),
 )
-STALL: dict[str, Any] = {"floor": 64, "tool_prefix": True, "repeat_limit": 0}
+STALL: dict[str, Any] = {"floor": 64, "tool_prefix": True}
 
 DEAD = collections.Counter(drafter_dead=1)  # whether this is noted depends on the block size
 
@@ -138,7 +137,9 @@ class Device:
         token = self.target(())
         self.ids, self.seen.fed = [token], []
         odds = self.odds_after(())
-        self.process(Prefilled(token, self.floor(()), restored=self.restored, call_odds=odds))
+        self.process(
+            Prefilled(token, self.floor(()), restored=self.restored, tool_call_margin=odds)
+        )
 
     def odds_after(self, ids: tuple[int, ...]) -> float | None:
         """Return the odds that the device reports after these ids."""
@@ -168,9 +169,9 @@ class Device:
             Stepped(
                 tuple(tokens),
                 draft_finite=finite,
-                next_best=self.prefer(before, named) if named else self.floor(before),
+                replacement_token=self.prefer(before, named) if named else self.floor(before),
                 num_drafts=7 if drafting and finite else 0,
-                call_odds=self.odds_after(before),
+                tool_call_margin=self.odds_after(before),
             )
         )
 
@@ -241,7 +242,9 @@ class Device:
             self.ids.append(token)
         if seen.state.phase.value != "waiting":
             assert tuple(self.ids) == seen.state.ids  # S1: the host and the device agree
-            assert len(seen.fed) == seen.state.fed == len(self.ids) - 1  # S2: one is pending
+            assert (
+                len(seen.fed) == seen.state.num_computed == len(self.ids) - 1
+            )  # S2: one is pending
             assert seen.fed == self.ids[:-1]  # S7: fed once each, in order
             late, nothing = advance(seen.state, Stepped(()), self.policy)
             assert nothing == Effects()  # the step that was in flight when the row stopped
@@ -259,7 +262,7 @@ def run(
     *,
     max_tokens: int = 200,
     speculative: bool = True,
-    words: Words = WORDS,
+    vocabulary: OutputVocabulary = VOCABULARY,
     stops: frozenset[int] = STOPS,
     **device: Any,
 ) -> Outcome:
@@ -269,7 +272,7 @@ def run(
         stop_ids=stops,
         speculative=speculative,
         recovery=settings,
-        words=words,
+        vocabulary=vocabulary,
     )
     return Device(scripted(script), policy, **device).run()
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from fake_device import COLON, EOS, STALL, TEXTS, WORDS, Outcome, both, recovery, run, scripted
+from fake_device import COLON, EOS, STALL, TEXTS, VOCABULARY, Outcome, both, recovery, run, scripted
 
 from dflash_jax.engine.state_machine.call_retry import LONGEST
 from dflash_jax.engine.state_machine.controller import (
@@ -18,6 +18,7 @@ from dflash_jax.engine.state_machine.controller import (
     Stepped,
     advance,
 )
+from dflash_jax.engine.state_machine.output_reader import is_broken_call
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.tool_schema import Tool
 
@@ -30,7 +31,7 @@ MEANING = TEXTS | {
     CLOSE: "</tool_call>",
 }
 CALLS = dataclasses.replace(
-    WORDS,
+    VOCABULARY,
     text=lambda ids: "".join(MEANING.get(i, "w") for i in ids),
     syntax=SYNTAXES["hermes"],
     tools=(Tool("w", {}),),
@@ -40,13 +41,13 @@ CALLS = dataclasses.replace(
     closer=CLOSE,
     close=(END_THINK,),
 )
-RETRY = recovery(**STALL, below_floor="odds", call_retry=True)
+RETRY = recovery(**STALL, call_retry=True)
 RIGHT = [OPEN, GOOD, CLOSE, EOS]
 
 
 def retried(script: list[int], then: list[int], **options: Any) -> Outcome:
     """Return the outcome, equal in all modes; `then` is the target's output under the grammar."""
-    given: dict[str, Any] = {"settings": RETRY, "words": CALLS, "odds": lambda ids, _: -20.0}
+    given: dict[str, Any] = {"settings": RETRY, "vocabulary": CALLS, "odds": lambda ids, _: -20.0}
     return both(script, retry_target=scripted(then), **given | options)
 
 
@@ -90,7 +91,7 @@ def test_B2_calls_that_can_be_parsed_are_kept(script: list[int]) -> None:
 
 
 def test_B3_a_call_is_held_until_it_is_complete() -> None:
-    device = {"words": CALLS, "odds": lambda ids, _: -20.0, "accepts": (0,)}
+    device = {"vocabulary": CALLS, "odds": lambda ids, _: -20.0, "accepts": (0,)}
     seen = run([10, OPEN, GOOD, CLOSE, 10, EOS], RETRY, **device)
     assert [effects.emit for effects in seen.effects] == [
         (10,), (), (), (OPEN, GOOD, CLOSE), (10,), (EOS,),
@@ -120,17 +121,17 @@ def test_B6_an_output_that_reaches_its_length_limit_keeps_an_incomplete_call() -
 def test_B7_no_call_is_retried_without_tools_or_with_the_rule_off() -> None:
     script = [OPEN, BAD, CLOSE, EOS]
     none = dataclasses.replace(CALLS, calls=())
-    for words, settings in (
+    for vocabulary, settings in (
         (none, RETRY),
         (dataclasses.replace(CALLS, marker=-1), RETRY),
         (CALLS, dataclasses.replace(RETRY, call_retry=False)),
-        (CALLS, dataclasses.replace(RETRY, below_floor="rescue")),
+        (CALLS, dataclasses.replace(RETRY, floor=0)),
     ):
-        assert retried(script, [99], words=words, settings=settings).emitted == script
+        assert retried(script, [99], vocabulary=vocabulary, settings=settings).emitted == script
 
 
 def test_B8_without_a_grammar_the_call_is_emitted_as_it_is() -> None:
-    policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=RETRY, words=CALLS)
+    policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=RETRY, vocabulary=CALLS)
     state, _ = advance(State(), Prefilled(10), policy)
     state, effects = advance(state, Stepped((OPEN, BAD, EOS)), policy)
     assert (effects.emit, effects.restart, effects.finish) == ((), Restart.CALL, None)
@@ -142,7 +143,7 @@ def test_B8_without_a_grammar_the_call_is_emitted_as_it_is() -> None:
 
 def test_B10_a_cancelled_output_ends_before_a_held_call() -> None:
     """A cancelled output is a prefix of the whole one, from which the call may be dropped."""
-    policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=RETRY, words=CALLS)
+    policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=RETRY, vocabulary=CALLS)
     state, _ = advance(State(), Prefilled(10), policy)
     for tokens in (
         (OPEN, BAD),
@@ -186,11 +187,10 @@ READ = Tool("read_file", {"properties": {"path": {}}, "required": ["path"]})
 )
 def test_B11_arguments_are_an_object_with_the_required_keys(arguments: str, broken: bool) -> None:
     call = f'<tool_call>\n{{"name": "read_file", "arguments": {arguments}}}\n</tool_call>'
-    words = dataclasses.replace(CALLS, text=lambda ids: call, tools=(READ,))
-    assert words.read((1,)).broken is broken
+    vocabulary = dataclasses.replace(CALLS, tools=(READ,))
+    assert is_broken_call(call, vocabulary) is broken
     xml = "<tool_call>\n<function=read_file>\n</function>\n</tool_call>"
-    words = dataclasses.replace(words, text=lambda ids: xml, syntax=SYNTAXES["qwen_xml"])
-    assert words.read((1,)).broken
+    assert is_broken_call(xml, dataclasses.replace(vocabulary, syntax=SYNTAXES["qwen_xml"]))
 
 
 PIECE, END_OF_MARKER, END_PIECE, END_OF_CLOSER, JOINED = 71, 72, 73, 74, 75
@@ -216,7 +216,7 @@ def test_B12_markers_of_several_tokens_are_read_as_text(
     before: list[int], broken: list[int], right: list[int]
 ) -> None:
     """Such a call is decoded again from the token after its opening marker, which was emitted."""
-    words = dataclasses.replace(
+    vocabulary = dataclasses.replace(
         CALLS,
         text=lambda ids: "".join(PIECES.get(i, "w") for i in ids),
         marker=-1,
@@ -226,10 +226,10 @@ def test_B12_markers_of_several_tokens_are_read_as_text(
     )
     for marker in ([PIECE, END_OF_MARKER], [PIECE, JOINED]):
         kept = [*before, *marker]
-        seen = retried([*kept, *broken], [*kept, *right], words=words)
+        seen = retried([*kept, *broken], [*kept, *right], vocabulary=vocabulary)
         assert seen.emitted == [*kept, *right]
         assert (seen.notes["call_retry"], seen.attempts) == (1, 2)
     whole = [*before, PIECE, END_OF_MARKER, GOOD, END_PIECE, END_OF_CLOSER, EOS]
-    assert retried(whole, [99], words=words).emitted == whole
+    assert retried(whole, [99], vocabulary=vocabulary).emitted == whole
     mention = [10, PIECE, 10, END_OF_MARKER, BAD, EOS]
-    assert retried(mention, [99], words=words).emitted == mention
+    assert retried(mention, [99], vocabulary=vocabulary).emitted == mention

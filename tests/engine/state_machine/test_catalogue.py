@@ -11,12 +11,20 @@ CATALOGUE = {"E": 22, "S": 38, "T": 24, "G": 19, "R": 21, "C": 21, "V": 7, "L": 
 SERVER = "of the server: its APIs, and how it detects disconnects"
 PARSER = "of the server: calls parsed from a stream"
 NO_TREES = "there are no draft trees here"
+BY_TEXT = "a stall is judged by the text at the end, not by the ids there"
+BY_KIND = "tests/engine/state_machine/test_loops.py: loops end by their length and kind of text"
 ELSEWHERE = {
     **dict.fromkeys(("S35", "K10", "K11"), NO_TREES),
     **dict.fromkeys(("T19", "T20", "T21", "T22", "T23"), PARSER),
+    **dict.fromkeys(("S2", "S3", "S5", "S6"), BY_TEXT),
+    "S7": "the state machine receives output tokens only",
+    "S38": "the floor is for outputs without text, and a call was forced: it may end",
+    **dict.fromkeys(("G4", "G5", "G6", "G7"), BY_KIND),
+    **dict.fromkeys(("G11", "G12", "G13", "G14", "G19"), BY_KIND),
     "T24": "drafts are not hinted here: the drafter alone proposes",
     **dict.fromkeys(("G9", "G16", "G17", "G18"), SERVER),
     **dict.fromkeys(("C14", "C20", "P24"), SERVER),
+    **dict.fromkeys(("C3", "C4"), "tests/engine/test_turns.py: a cell acts where a turn begins"),
     "V7": "no rollback threshold: a commit selects exact states for any number of accepted drafts",
     "K9": "tests/engine/test_lossless_drafters.py: drafts unlikely to survive are not verified",
     "K12": "tests/graph/test_sampling.py: the distribution of sampled tokens",

@@ -3,7 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
-from fake_device import CHAT_EOS, EOS, SPECIAL, STOPS, THINK, WORDS, Device, recovery, run, scripted
+from fake_device import (
+    CHAT_EOS,
+    EOS,
+    SPECIAL,
+    STOPS,
+    THINK,
+    VOCABULARY,
+    Device,
+    recovery,
+    run,
+    scripted,
+)
 
 from dflash_jax.engine import running_request
 from dflash_jax.engine.request import Request
@@ -50,7 +61,7 @@ def test_an_invisible_output_is_decoded_again_from_the_saved_state(
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_an_empty_answer_is_decoded_again_where_drafting_was_not_begun(restored: bool) -> None:
-    policy = Policy(max_tokens=3, stop_ids=STOPS, recovery=RETRY, words=WORDS)
+    policy = Policy(max_tokens=3, stop_ids=STOPS, recovery=RETRY, vocabulary=VOCABULARY)
     device = Device(
         scripted([SPECIAL, EOS]),
         policy,
@@ -109,7 +120,7 @@ def test_plain_outputs_are_not_repeated(case: str, options: dict) -> None:
 
 
 def policy() -> Policy:
-    return Policy(max_tokens=20, stop_ids=STOPS, recovery=RETRY, words=WORDS)
+    return Policy(max_tokens=20, stop_ids=STOPS, recovery=RETRY, vocabulary=VOCABULARY)
 
 
 def test_E12_a_failure_is_not_repeated() -> None:
@@ -148,7 +159,7 @@ def test_E16_the_retry_keeps_the_drafting_statistics_of_the_first_attempt() -> N
 def test_E16_times_of_both_attempts_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(running_request, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    request = Request(prompt=(1,), stop_ids=STOPS, recovery=RETRY, words=WORDS)
+    request = Request(prompt=(1,), stop_ids=STOPS, recovery=RETRY, vocabulary=VOCABULARY)
     sequence = running_request.RunningRequest(request, None)
     history = [
         (1.5, Prefilled(SPECIAL)),
@@ -167,7 +178,7 @@ def test_E16_times_of_both_attempts_are_added(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_E17_a_loop_of_hidden_tokens_is_counted() -> None:
-    looping = recovery(empty_retry=True, runaway=True)
+    looping = recovery(empty_retry=True, loops=True, loop_tokens=2)
     seen = run([SPECIAL] * 40, looping, retry_target=scripted([42, EOS]))
     assert seen.attempts == 2
     assert seen.notes["runaway"] == 1

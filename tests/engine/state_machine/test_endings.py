@@ -8,16 +8,15 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_device import EOS, WORDS, both, recovery
+from fake_device import EOS, VOCABULARY, both, recovery
 
 from dflash_jax.bench.endings import TOOLS
-from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.engine.state_machine.announcements import Cue, Ending, cue_of, read_ending
 from dflash_jax.tool_parsers.tool_schema import Tool, tools_of
 
 RECORDED = Path(__file__).parents[3] / "benchmarks" / "results" / "endings.json"
 LEAD, CALL, SAID = 80, 81, 10
-RULES = recovery(floor=64, tool_prefix=True, below_floor="odds", call_odds=Recovery().call_odds)
+RULES = recovery(floor=64, tool_prefix=True)
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +30,15 @@ def cases() -> dict[str, list[tuple[str, float, float]]]:
 
 def is_acted_on(text: str, lead: float, call: float) -> bool:
     """Return whether a call is forced, in all modes; otherwise nothing may change."""
-    words = dataclasses.replace(
-        WORDS,
+    vocabulary = dataclasses.replace(
+        VOCABULARY,
         text=lambda ids: "".join(text if i == SAID else "" for i in ids),
         calls=((LEAD, CALL, 900, 901),),
         opening=(LEAD, CALL),
         tools=tools_of(TOOLS),
     )
     odds = {LEAD: lead, CALL: call}
-    seen = both([SAID, EOS], RULES, words=words, odds=lambda ids, wanted: odds[wanted])
+    seen = both([SAID, EOS], RULES, vocabulary=vocabulary, odds=lambda ids, wanted: odds[wanted])
     if seen.notes:
         return True
     assert seen.emitted == [SAID, EOS]
@@ -112,6 +111,9 @@ A, B, C = Cue.STRONG, Cue.WEAK, Cue.NONE
         ('```\n{"tool": "w", "args": {"a": 1}}', Ending(A, is_call=True)),
         ('For example:\n```\n{"name": "w", "arguments": {}}\n```', Ending()),
         ('```\n{"name": "v", "arguments": {}}\n```', Ending()),
+        ('```\n{"name": "w", "arguments": {}, "response": "21"}\n```', Ending()),
+        ('```\n{"function": {"name": "w", "arguments": {}}, "result": 3}\n```', Ending()),
+        ('```\n{"id": "1", "function": {"name": "w"}}\n```', Ending(A, is_call=True)),
         ('```\n{"name": "w", }\n```', Ending()),
         ("I'll do this:\n- read it\n- fix it", Ending(B)),
         ("The steps:\n- read it\n- fix it", Ending()),

@@ -10,7 +10,7 @@ from fake_device import (
     SPECIAL,
     STOPS,
     THINK,
-    WORDS,
+    VOCABULARY,
     Device,
     Outcome,
     always,
@@ -28,8 +28,8 @@ from dflash_jax.engine.state_machine.controller import (
     Stepped,
     advance,
 )
+from dflash_jax.engine.state_machine.output_vocabulary import OutputVocabulary
 from dflash_jax.engine.state_machine.speculation import UNKNOWN, BreakEven
-from dflash_jax.engine.state_machine.words import Words
 
 TOKENS = [EOS, 3, COLON, THINK, END_THINK, FUNCTION, END_FUNCTION, SPECIAL, 9, 9, 10, 11, 12]
 scripts = st.lists(st.sampled_from(TOKENS), min_size=1, max_size=60)
@@ -37,14 +37,14 @@ accepted = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 recoveries = st.builds(
     Recovery,
     floor=st.sampled_from([0, 1, 5, 20, 300]),
-    below_floor=st.sampled_from(["rescue", "replace", "compat"]),
     tool_prefix=st.booleans(),
     empty_retry=st.booleans(),
-    repeat_limit=st.sampled_from([None, 0, 2, 5]),
-    runaway=st.sampled_from([False, True, "measured"]),
+    repeat_limit=st.sampled_from([0, 0, 2, 5]),
+    loops=st.booleans(),
     loop_tokens=st.sampled_from([2, 9, 20, 96]),
     repeated_calls=st.sampled_from([0, 2, 3]),
-    watchdog=st.sampled_from(["off", "on", "compat"]),
+    watchdog=st.booleans(),
+    min_tokens=st.sampled_from([0, 0, 0, 7]),
     answer_reserve=st.sampled_from([0, 0, 3, 20, 1000]),
     floor_in_thought=st.booleans(),
 )
@@ -53,9 +53,9 @@ CALLS = (
     (PREFIX, (900, 9, 11), (900, 9, 12, 902), (900, 10)),
     ((900, EOS, 10), (900, 11, 11), (900, 11, SPECIAL, 9)),
 )
-words = st.builds(
-    lambda close, inside, calls: Words(
-        **vars(WORDS) | {"close": close, "inside_thought": inside, "calls": calls}
+vocabulary = st.builds(
+    lambda close, inside, calls: OutputVocabulary(
+        **vars(VOCABULARY) | {"close": close, "inside_thought": inside, "calls": calls}
     ),
     st.sampled_from([(), (END_THINK,), (800, END_THINK, 801, 802)]),
     st.booleans(),
@@ -71,7 +71,7 @@ policies = st.builds(
         [UNKNOWN, always(2.0), BreakEven((1,), (0, 30), (4,), (((1.0,), (9.0,)),))]
     ),
     recovery=recoveries,
-    words=words,
+    vocabulary=vocabulary,
 )
 
 
@@ -102,7 +102,7 @@ def test_every_history_ends_once_and_stays_within_its_limits(
         ended = emitted[-1] in policy.stop_ids
         assert any(
             rest[: len(call)] == call or (ended and call[: len(rest)] == rest)
-            for call in policy.words.calls
+            for call in policy.vocabulary.calls
         )
     assert seen.attempts <= 2
     for late in (Stepped((5,)), Cancelled()):

@@ -1,4 +1,4 @@
-"""The measured rule for loops: looping outputs end, healthy repetitions do not."""
+"""The rule for loops: looping outputs end, healthy repetitions do not."""
 
 import random
 import sysconfig
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from corpora import COUNTED, SICK, healthy, long_data, sick
-from fake_device import WORDS, both, loop_of, recovery
+from fake_device import VOCABULARY, both, loop_of, recovery
 
 import dflash_jax
 from dflash_jax.engine.state_machine import Recovery, guards
@@ -22,12 +22,12 @@ from dflash_jax.engine.state_machine.controller import (
     advance,
 )
 from dflash_jax.engine.state_machine.loops import Kind, in_block, kind_of
-from dflash_jax.engine.state_machine.words import NO_WORDS, Words
+from dflash_jax.engine.state_machine.output_vocabulary import NO_VOCABULARY, OutputVocabulary
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.tool_schema import Tool
 
-MEASURED = recovery(runaway="measured")
+MEASURED = recovery(loops=True)
 LIMIT = 2048
 
 
@@ -41,14 +41,14 @@ def tokenizer() -> Tokenizer:
 
 def ended(
     ids: Sequence[int],
-    words: Words = NO_WORDS,
+    vocabulary: OutputVocabulary = NO_VOCABULARY,
     settings: Recovery = MEASURED,
     *,
     closed: bool = False,
 ) -> tuple[int, str] | None:
     """Return the length at which a loop ends the output, and its kind; None without one."""
     tokens: list[int] = []
-    guard = guards.Guard(guards.NO_MEMORY, (), settings, words)
+    guard = guards.Guard(guards.NO_MEMORY, (), settings, vocabulary)
     for token in ids:
         tokens.append(token)
         if kind := guard.take(token, lambda place: tuple(tokens[place:]), closed=closed):
@@ -82,27 +82,23 @@ def test_a_loop_has_to_cover_96_tokens_or_192(unit: int, at: int | None) -> None
 
 
 def test_the_length_is_a_setting_and_copies_count_too() -> None:
-    assert ended([9] * 200, settings=recovery(runaway="measured", loop_tokens=40)) == (
-        40,
-        "runaway",
-    )
-    short = recovery(runaway="measured", loop_tokens=2)
+    shorter = recovery(loops=True, loop_tokens=40)
+    assert ended([9] * 200, settings=shorter) == (40, "runaway")
+    short = recovery(loops=True, loop_tokens=2)
     assert ended([9] * 200, settings=short) == (12, "runaway")
     assert ended([7, 8, 9] * 60, settings=short) == (36, "runaway")
     assert ended([*range(50, 80)] * 6, settings=short) == (90, "period")
-    long = recovery(runaway="measured", loop_tokens=500)
+    long = recovery(loops=True, loop_tokens=500)
     assert ended([9] * 900, settings=long) == (500, "runaway")
     assert ended([*range(50, 80)] * 60, settings=long) == (1000, "period")
 
 
-def test_after_a_closed_thought_longer_units_may_cover_half_as_much() -> None:
+def test_G15_after_a_closed_thought_longer_units_may_cover_half_as_much() -> None:
     unit = [*range(1000, 1024)] * 20
-    on = recovery(runaway="measured", watchdog="on")
+    on = recovery(loops=True, watchdog=True)
     assert ended(unit, settings=on, closed=True) == (96, "period")
     assert ended(unit, settings=on) == (192, "period")
     assert ended(unit, closed=True) == (192, "period")
-    compat = recovery(runaway="measured", watchdog="compat")
-    assert ended(unit, settings=compat, closed=True) == (48, "period")
 
 
 def test_a_loop_that_may_continue_is_judged_again_at_the_next_length() -> None:
@@ -113,7 +109,7 @@ def test_a_loop_that_may_continue_is_judged_again_at_the_next_length() -> None:
         lengths.extend([len(ids)] if len(ids) > 1 else [])
         return "0" * len(ids)
 
-    assert ended([9] * LIMIT, Words(text=text)) == (1536, "runaway")
+    assert ended([9] * LIMIT, OutputVocabulary(text=text)) == (1536, "runaway")
     assert lengths[1::2] == [96, 192, 384, 768, 1536]
 
 
@@ -124,25 +120,17 @@ def test_only_loops_are_decoded_to_text() -> None:
 
     rng = random.Random(1)
     ids = [rng.randrange(50) for _ in range(20_000)]
-    assert ended([*ids, *[3] * 95, 4, *ids], Words(text=text)) is None
+    assert ended([*ids, *[3] * 95, 4, *ids], OutputVocabulary(text=text)) is None
 
 
-def test_defaults_of_the_original_rules_depend_on_the_measured_rule() -> None:
-    """By default, 32 equal tokens, 12 copies or 48 periodic tokens do not end an output."""
-    assert Recovery().repeats == 0
-    assert Recovery(runaway=True).repeats == Recovery(runaway=False).repeats == 32
+def test_loops_end_by_default_and_equal_tokens_alone_if_asked() -> None:
     assert ended([9] * 95, settings=Recovery()) is None
     assert ended([9] * 96, settings=Recovery()) == (96, "runaway")
-    assert ended([*range(20)] * 9, settings=Recovery(), closed=False) is None
+    assert ended([*range(20)] * 9, settings=Recovery()) is None
     assert ended([9] * 96, settings=Recovery(repeat_limit=40)) == (40, "repeat")
-    assert ended([9] * 96, settings=Recovery(runaway="compat")) == (12, "runaway")
-    assert ended([9] * 96, settings=Recovery(runaway="off", repeat_limit=0)) is None
-
-
-def test_compat_and_off_equal_true_and_false() -> None:
-    assert Recovery(runaway="compat") == Recovery(runaway=True)
-    assert Recovery(runaway="off") == Recovery(runaway=False)
-    assert not Recovery.from_environment({"DFLASH_MIN_TOKENS": "64"}).runaway
+    assert ended([9] * 96, settings=Recovery(loops=False)) is None
+    watched = Recovery(loops=False, watchdog=True)
+    assert ended([*range(20)] * 99, settings=watched, closed=True) is None
 
 
 @pytest.mark.parametrize(
@@ -191,7 +179,7 @@ def test_kinds_of_text(text: str, kind: Kind) -> None:
 
 
 def test_a_fence_and_a_call_are_blocks() -> None:
-    words = Words(syntax=WORDS.syntax, tools=WORDS.tools)
+    vocabulary = OutputVocabulary(syntax=VOCABULARY.syntax, tools=VOCABULARY.tools)
     for text, inside in (
         ("Look:\n```\na", True),
         ("Look:\n~~~\na", True),
@@ -201,7 +189,7 @@ def test_a_fence_and_a_call_are_blocks() -> None:
         ("<tool_call>\n<function=w>\n<parameter=a>\nb", True),
         ("<tool_call>\n<function=w>\n</function>\n</tool_call>b", False),
     ):
-        assert in_block(text, words) is inside
+        assert in_block(text, vocabulary) is inside
 
 
 def outcome(
@@ -225,8 +213,10 @@ def test_cuts_do_not_depend_on_the_sizes_of_steps(tokenizer: Tokenizer, seed: in
     _, beginning, unit = SICK[seed * 2]
     lead = tokenizer.encode("Let me think about it.\n" * rng.randrange(3), specials=False)
     ids = [*lead, *sick(beginning, unit, tokenizer.encode, 600)]
-    settings = Recovery(floor=0, runaway=rng.choice(["measured", "measured", "compat"]))
-    policy = Policy(max_tokens=900, recovery=settings, words=Words(text=tokenizer.raw))
+    settings = Recovery(floor=0)
+    policy = Policy(
+        max_tokens=900, recovery=settings, vocabulary=OutputVocabulary(text=tokenizer.raw)
+    )
     found = {outcome(ids, policy, [1]), outcome(ids, policy, [8]), outcome(ids, policy, [600])}
     for _ in range(6):
         sizes = [rng.randint(1, 16) for _ in range(rng.randint(1, 9))]
@@ -234,9 +224,9 @@ def test_cuts_do_not_depend_on_the_sizes_of_steps(tokenizer: Tokenizer, seed: in
     assert len(found) == 1
     [(emitted, finish, kind)] = found
     assert finish is (Finish.LENGTH if kind else None)
-    assert (len(emitted), kind) == (ended(ids, policy.words, settings) or (len(ids), None))
-    # The original rule detects short units only; in fences and lists loops may be longer.
-    assert kind or settings.runaway is True or "```" in beginning or unit.startswith(("-", "|"))
+    assert (len(emitted), kind) == (ended(ids, policy.vocabulary, settings) or (len(ids), None))
+    # In fences and lists loops may be longer.
+    assert kind or "```" in beginning or unit.startswith(("-", "|"))
 
 
 def test_plain_and_speculative_outputs_end_at_the_same_token() -> None:
@@ -244,23 +234,23 @@ def test_plain_and_speculative_outputs_end_at_the_same_token() -> None:
     seen = both(script, MEASURED, max_tokens=500)
     assert (len(seen.emitted), seen.finish) == (20 + 192, Finish.LENGTH)
     assert (seen.loop, seen.notes) == ("period", {"period": 1})
-    seen = both([42] * 400, recovery(runaway="measured", empty_retry=True), max_tokens=300)
+    seen = both([42] * 400, recovery(loops=True, empty_retry=True), max_tokens=300)
     assert (len(seen.emitted), seen.loop) == (192, "runaway")
 
 
 def test_loop_rules_count_forced_tokens() -> None:
     """A thought is closed within a loop: the rules continue with the forced tokens."""
-    words = type(WORDS)(**vars(WORDS) | {"close": (61, 800)})
-    settings = recovery(runaway="measured", watchdog="on", answer_reserve=250)
+    vocabulary = type(VOCABULARY)(**vars(VOCABULARY) | {"close": (61, 800)})
+    settings = recovery(loops=True, watchdog=True, answer_reserve=250)
     script = [60, *[11] * 49, 0, 0, *[*range(2000, 2020)] * 20]
-    seen = both(script, settings, words=words, max_tokens=300)
+    seen = both(script, settings, vocabulary=vocabulary, max_tokens=300)
     assert seen.notes["period"] == 1
     assert len(seen.emitted) == 52 + 96
 
 
 def text_of(texts: Iterator[tuple[str, str]], tokenizer: Tokenizer) -> list[tuple[str, Any]]:
-    words = Words(text=tokenizer.raw)
-    return [(name, ended(tokenizer.encode(text), words, Recovery())) for name, text in texts]
+    vocabulary = OutputVocabulary(text=tokenizer.raw)
+    return [(name, ended(tokenizer.encode(text), vocabulary, Recovery())) for name, text in texts]
 
 
 def test_healthy_texts_are_left_alone(tokenizer: Tokenizer) -> None:
@@ -270,11 +260,11 @@ def test_healthy_texts_are_left_alone(tokenizer: Tokenizer) -> None:
 
 
 def test_looping_outputs_end(tokenizer: Tokenizer) -> None:
-    words = Words(text=tokenizer.raw)
+    vocabulary = OutputVocabulary(text=tokenizer.raw)
     lengths = {}
     for name, beginning, unit in SICK:
         ids = sick(beginning, unit, tokenizer.encode, 3300)
-        cut = ended(ids, words, Recovery())
+        cut = ended(ids, vocabulary, Recovery())
         assert cut is not None, name
         fenced = "```" in beginning
         if not fenced and kind_of(unit * 3, beginning + unit * 3) in (Kind.TEXT, Kind.WORD):
@@ -285,18 +275,20 @@ def test_looping_outputs_end(tokenizer: Tokenizer) -> None:
 
 
 def test_loops_with_a_counter_end(tokenizer: Tokenizer) -> None:
-    words = Words(text=tokenizer.raw)
+    vocabulary = OutputVocabulary(text=tokenizer.raw)
     for name, line in COUNTED:
         text = "".join(line.format(i=i) for i in range(1, 400))
-        cut = ended(tokenizer.encode(text), words, Recovery())
+        cut = ended(tokenizer.encode(text), vocabulary, Recovery())
         assert cut is not None, name
         assert cut[0] <= 1200, name
 
 
 def test_data_with_a_counter_and_long_data_are_left_alone(tokenizer: Tokenizer) -> None:
-    words = Words(text=tokenizer.raw, syntax=SYNTAXES["hermes"], tools=(Tool("write_file", {}),))
+    vocabulary = OutputVocabulary(
+        text=tokenizer.raw, syntax=SYNTAXES["hermes"], tools=(Tool("write_file", {}),)
+    )
     for name, text in long_data():
-        assert ended(tokenizer.encode(text), words, Recovery()) is None, name
+        assert ended(tokenizer.encode(text), vocabulary, Recovery()) is None, name
 
 
 def sources(characters: int) -> Iterator[tuple[str, str]]:

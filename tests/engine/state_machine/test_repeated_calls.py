@@ -8,13 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_device import END_FUNCTION, EOS, FUNCTION, STALL, UNKNOWN, both, loop_of, recovery
+from fake_device import (
+    END_FUNCTION,
+    EOS,
+    FUNCTION,
+    STALL,
+    UNKNOWN,
+    VOCABULARY,
+    both,
+    loop_of,
+    recovery,
+)
 
 import dflash_jax
 from dflash_jax.engine import running_request, vocabulary
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sampling_params import SamplingParams
-from dflash_jax.engine.state_machine import Recovery, guards
+from dflash_jax.engine.state_machine import Recovery, guards, output_reader
 from dflash_jax.engine.state_machine.controller import (
     Finish,
     Policy,
@@ -23,8 +33,8 @@ from dflash_jax.engine.state_machine.controller import (
     Stepped,
     advance,
 )
-from dflash_jax.engine.state_machine.words import Words
-from dflash_jax.engine.vocabulary import words_of
+from dflash_jax.engine.state_machine.output_vocabulary import OutputVocabulary
+from dflash_jax.engine.vocabulary import vocabulary_of
 from dflash_jax.errors import ConfigError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
@@ -52,9 +62,11 @@ def tokenizer() -> Tokenizer:
     return found
 
 
-def words(tokenizer: Tokenizer, family: str = "hermes", **changes: Any) -> Words:
+def vocabulary_for(
+    tokenizer: Tokenizer, family: str = "hermes", **changes: Any
+) -> OutputVocabulary:
     fields = {"text": tokenizer.raw, "syntax": SYNTAXES[family], "tools": tools_of(TOOLS)}
-    return Words(**fields | changes)
+    return OutputVocabulary(**fields | changes)
 
 
 def called(family: str, name: str = "read", path: str = "a.txt") -> str:
@@ -62,26 +74,31 @@ def called(family: str, name: str = "read", path: str = "a.txt") -> str:
 
 
 def outcome(
-    ids: Sequence[int], words: Words, sizes: Sequence[int] = (5,), settings: Recovery = ON
+    ids: Sequence[int],
+    vocabulary: OutputVocabulary,
+    sizes: Sequence[int] = (5,),
+    settings: Recovery = ON,
 ) -> tuple[int, Finish | None, str | None, int]:
     """Return output length, finish reason, the rule that ended it, and the first call's end."""
-    policy = Policy(max_tokens=10_000, recovery=settings, words=words)
+    policy = Policy(max_tokens=10_000, recovery=settings, vocabulary=vocabulary)
     state, effects = advance(State(), Prefilled(ids[0]), policy)
     at, step = 1, 0
     while not effects.finish and at < len(ids):
         size = sizes[step % len(sizes)]
         state, effects = advance(state, Stepped(tuple(ids[at : at + size])), policy)
         at, step = at + size, step + 1
-    return len(state.ids), effects.finish, loop_of(effects.notes), state.memory.called.first
+    kept = len(state.ids) - guards.repeated_calls_drop(state.ids[:], vocabulary)
+    return len(state.ids), effects.finish, loop_of(effects.notes), kept
 
 
 def test_a_third_equal_call_ends_the_turn() -> None:
     seen = both(CALL * 12, ON, max_tokens=100)
     assert (seen.emitted, seen.finish) == (CALL * 3, Finish.LENGTH)
     assert (seen.loop, seen.notes) == ("repeated_calls", {"repeated_calls": 1})
-    assert seen.state.memory.called.first == 2
+    assert guards.repeated_calls_drop(tuple(seen.emitted), VOCABULARY) == 4
     seen = both([9, *CALL, 9, *CALL, 9, 9, *CALL, 9, 9], ON, max_tokens=100)
-    assert (len(seen.emitted), seen.state.memory.called.first) == (10, 3)
+    assert len(seen.emitted) == 10
+    assert guards.repeated_calls_drop(tuple(seen.emitted), VOCABULARY) == 7
 
 
 def test_repeated_calls_are_noted_when_the_model_ends_the_output() -> None:
@@ -104,15 +121,22 @@ def test_the_number_is_a_setting() -> None:
     assert both(CALL * 9, recovery(repeated_calls=2), max_tokens=100).emitted == CALL * 2
     assert both(CALL * 9, recovery(repeated_calls=5), max_tokens=100).emitted == CALL * 5
     assert Recovery().repeated_calls == 3
-    assert Recovery.from_environment({"DFLASH_MIN_TOKENS": "9"}).repeated_calls == 0
     with pytest.raises(ConfigError, match="repeated_calls is 1; expected 0"):
         Recovery(repeated_calls=1)
+
+
+def test_a_turn_ends_after_a_number_of_calls() -> None:
+    script = [*CALL, UNKNOWN, END_FUNCTION] * 4
+    seen = both(script, recovery(max_calls=5), max_tokens=100)
+    assert (seen.emitted, seen.finish) == (script[:10], Finish.LENGTH)
+    assert seen.notes == {"max_calls": 1}
+    assert both(script, recovery(repeated_calls=2), max_tokens=16).emitted == script
 
 
 @pytest.mark.parametrize("family", ["hermes", "qwen_xml", "gemma4", "llama"])
 @pytest.mark.parametrize("between", ["\n", "", "\nI will look at it again.\n"])
 def test_every_family_with_closing_markers(tokenizer: Tokenizer, family: str, between: str) -> None:
-    known = words(tokenizer, family)
+    known = vocabulary_for(tokenizer, family)
     call = called(family) + between
     ids = tokenizer.encode(("Look." + call * 12), specials=False)
     length, finish, kind, first = outcome(ids, known)
@@ -132,33 +156,33 @@ def test_equal_means_name_and_arguments_not_their_spelling(tokenizer: Tokenizer)
         '<tool_call>\n{"name": "read", "arguments":\n {"n": 1, "path": "\\u0061"}}\n</tool_call>\n',
     ]
     ids = tokenizer.encode("".join(same) + "and so on", specials=False)
-    assert outcome(ids, words(tokenizer))[2] == "repeated_calls"
+    assert outcome(ids, vocabulary_for(tokenizer))[2] == "repeated_calls"
     turns = [called("hermes", name, path) for name in ("read", "write") for path in "abc"]
     ids = tokenizer.encode("\n".join(turns * 4), specials=False)
-    assert outcome(ids, words(tokenizer))[2] is None
+    assert outcome(ids, vocabulary_for(tokenizer))[2] is None
 
 
 def test_markers_in_thoughts_and_arguments_are_no_calls(tokenizer: Tokenizer) -> None:
     call = called("hermes")
     thought = "<think>\n" + f"I could write {call} or\n" * 6 + "</think>\n"
     ids = tokenizer.encode(thought + "Done.", specials=False)
-    assert outcome(ids, words(tokenizer))[2] is None
+    assert outcome(ids, vocabulary_for(tokenizer))[2] is None
     ids = tokenizer.encode(thought.removeprefix("<think>\n") + call * 2 + "\n", specials=False)
-    found = outcome(ids, words(tokenizer, inside_thought=True))
+    found = outcome(ids, vocabulary_for(tokenizer, inside_thought=True))
     assert found[2] is None
     ids = tokenizer.encode(thought + call * 3 + "\n", specials=False)
-    assert outcome(ids, words(tokenizer))[2] == "repeated_calls"
+    assert outcome(ids, vocabulary_for(tokenizer))[2] == "repeated_calls"
     text = json.dumps("<tool_call>{}</tool_call>\n" * 9)
     write = f'<tool_call>\n{{"name": "write", "arguments": {{"path": {text}}}}}\n</tool_call>\n'
     for count, kind in ((2, None), (3, "repeated_calls")):
         ids = tokenizer.encode(write * count + "End", specials=False)
-        assert outcome(ids, words(tokenizer))[2] == kind
+        assert outcome(ids, vocabulary_for(tokenizer))[2] == kind
 
 
 @pytest.mark.parametrize("family", ["gemma4", "llama", "qwen_xml"])
 def test_calls_in_the_form_of_another_family_count(tokenizer: Tokenizer, family: str) -> None:
     ids = tokenizer.encode((called("hermes") + "\n") * 12, specials=False)
-    known = words(tokenizer, family)
+    known = vocabulary_for(tokenizer, family)
     assert outcome(ids, known)[2] == "repeated_calls"
     known = dataclasses.replace(known, call_ends=vocabulary._call_ends(tokenizer, known.syntax))
     assert outcome(ids, known)[2] == "repeated_calls"
@@ -167,14 +191,14 @@ def test_calls_in_the_form_of_another_family_count(tokenizer: Tokenizer, family:
 def lengths_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that collects the lengths of the texts parsed from now on."""
     read: list[int] = []
-    parser = guards.OutputParser
+    parser = output_reader.OutputParser
 
     class Counting(parser):
         def push(self, text: str) -> list[Any]:
             read.append(len(text))
             return super().push(text)
 
-    monkeypatch.setattr(guards, "OutputParser", Counting)
+    monkeypatch.setattr(output_reader, "OutputParser", Counting)
     return read
 
 
@@ -182,18 +206,19 @@ def test_a_call_full_of_closing_markers_is_parsed_in_linear_time(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = lengths_read(monkeypatch)
-    text = called("llama", path="{}" * 4000)
+    text = called("llama", path="{}" * 1000)
     ids = tokenizer.encode(text, specials=False)
-    outcome(ids, words(tokenizer, "llama"))
-    assert len(read) < 64 + 8
-    assert sum(read) < 4 * len(text)
+    policy = Policy(max_tokens=10_000, recovery=ON, vocabulary=vocabulary_for(tokenizer, "llama"))
+    state, _ = advance(State(), Prefilled(ids[0]), policy)
+    advance(state, Stepped(tuple(ids[1:])), policy)
+    assert 0 < sum(read) <= len(text)
 
 
 def test_the_cut_does_not_depend_on_the_sizes_of_steps(tokenizer: Tokenizer) -> None:
     rng = random.Random(3)
     text = "Let me see." + called("qwen_xml") * 2 + called("qwen_xml", "write") * 12
     ids = tokenizer.encode(text, specials=False)
-    known = words(tokenizer, "qwen_xml")
+    known = vocabulary_for(tokenizer, "qwen_xml")
     found = {outcome(ids, known, [1]), outcome(ids, known, [len(ids)])}
     for _ in range(20):
         found.add(outcome(ids, known, [rng.randint(1, 16) for _ in range(rng.randint(1, 9))]))
@@ -201,28 +226,21 @@ def test_the_cut_does_not_depend_on_the_sizes_of_steps(tokenizer: Tokenizer) -> 
 
 
 def test_call_ends_lists_the_ids_that_end_calls(tokenizer: Tokenizer) -> None:
-    """The words of a request have the same outcome, and need no text at other tokens."""
-    known = words_of(tokenizer, (1,), ON, TOOLS, None)
+    """The vocabulary of a request have the same outcome, and need no text at other tokens."""
+    known = vocabulary_of(tokenizer, (1,), ON, TOOLS, None)
     assert known.call_ends
     assert len(known.call_ends) < 20
     ids = tokenizer.encode("See:" + (called("hermes") + "\n") * 12, specials=False)
-    assert outcome(ids, known) == outcome(ids, words(tokenizer))
-    assert words_of(tokenizer, (1,), ON, None, None).call_ends == frozenset()
-
-
-def test_each_call_is_parsed_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = lengths_read(monkeypatch)
-    text = "".join(called("hermes", path=f"{i}.txt") + "\n" for i in range(50))
-    ids = tokenizer.encode(text, specials=False)
-    outcome(ids, words(tokenizer))
-    assert len(read) == 50
-    assert sum(read) <= len(text)
+    assert outcome(ids, known) == outcome(ids, vocabulary_for(tokenizer))
+    assert vocabulary_of(tokenizer, (1,), ON, None, None).call_ends == frozenset()
 
 
 def test_statistics_count_the_tokens_after_the_first_call(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Look." + (called("hermes") + "\n") * 12, specials=False)
-    known = words_of(tokenizer, (1,), ON, TOOLS, None)
-    request = Request(prompt=(1,), params=SamplingParams(max_tokens=500), recovery=ON, words=known)
+    known = vocabulary_of(tokenizer, (1,), ON, TOOLS, None)
+    request = Request(
+        prompt=(1,), params=SamplingParams(max_tokens=500), recovery=ON, vocabulary=known
+    )
     sequence = running_request.RunningRequest(request, tokenizer)
     sequence.start()
     sequence.take(Prefilled(ids[0]))
@@ -236,24 +254,3 @@ def test_statistics_count_the_tokens_after_the_first_call(tokenizer: Tokenizer) 
     assert result.stats.recovery == {"repeated_calls": 1}
     kept = tokenizer.raw(result.token_ids[:-dropped])
     assert kept == "Look." + called("hermes")
-
-
-def test_facts_about_dropped_tokens_are_dropped(tokenizer: Tokenizer) -> None:
-    """After a call was dropped, the rules act as if it had never been decoded."""
-    call = tokenizer.encode(called("hermes") + "\n", specials=False)
-    settings, known = Recovery(repeated_calls=3), words(tokenizer)
-
-    def memory(ids: list[int], before: guards.LoopMemory = guards.NO_MEMORY, start: int = 0) -> Any:
-        guard = guards.Guard(before, ids[:start], settings, known)
-        for place in range(start, len(ids)):
-            guard.take(ids[place], lambda p: tuple(ids[p : place + 1]), closed=False)  # noqa: B023
-        return guard.memory
-
-    two = memory(call * 2)
-    assert two.called.times == 2
-    for kept in (2 * len(call), len(call), len(call) - 1, 0):
-        ids = (call * 3)[:kept]
-        short = two.shortened(kept)
-        found, fresh = memory([*ids, *call], short, kept), memory([*ids, *call])
-        assert found.seen == fresh.seen
-        assert found.called[:4] == fresh.called[:4]

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from fake_device import DEAD, EOS, WORDS, Device, always, recovery, run, scripted
+from fake_device import DEAD, EOS, VOCABULARY, Device, always, recovery, run, scripted
 
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.running_request import RunningRequest
@@ -77,18 +77,18 @@ def test_P38_a_drafter_whose_drafts_are_all_rejected_is_reported() -> None:
 
 def test_only_notes_about_the_drafter_depend_on_the_block_size() -> None:
     """One run rejects all drafts, the other none: only the note differs."""
-    settings = recovery(runaway="measured", floor=400, below_floor="replace")
+    settings = recovery(loops=True, min_tokens=400)
     script = [*range(100, 390), EOS, *[*range(400, 424)] * 12]
     ones, eights, plain = (
         run(script, settings, max_tokens=600, accepts=accepts, speculative=speculative)
         for accepts, speculative in (([0], True), ([7], True), ([0], False))
     )
     assert ones.notes - eights.notes == {"drafter_dead": 1}
-    assert ones.notes - DEAD == eights.notes == plain.notes == {"floor": 1, "period": 1}
+    assert ones.notes - DEAD == eights.notes == plain.notes == {"min_tokens": 1, "period": 1}
     assert ones.emitted == eights.emitted == plain.emitted
     assert ones.finish == eights.finish == plain.finish
     request = Request(
-        prompt=(1,), params=SamplingParams(max_tokens=600), recovery=settings, words=WORDS
+        prompt=(1,), params=SamplingParams(max_tokens=600), recovery=settings, vocabulary=VOCABULARY
     )
     statistics = []
     for drafts in (7, 0):  # a block of one token drafts nothing

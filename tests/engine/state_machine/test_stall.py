@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-from typing import Any
 
 import pytest
 from fake_device import (
@@ -21,7 +20,7 @@ from fake_device import (
     STOPS,
     THINK,
     UNKNOWN,
-    WORDS,
+    VOCABULARY,
     Device,
     both,
     recovery,
@@ -38,12 +37,10 @@ from dflash_jax.engine.state_machine.controller import (
     Stepped,
     advance,
 )
+from dflash_jax.engine.state_machine.forced_calls import split_names
 from dflash_jax.engine.state_machine.request_state import choices, room, speculates
-from dflash_jax.engine.state_machine.words import split_names
 
-RESCUE = recovery(**STALL)
-REPLACE = recovery(**STALL, below_floor="replace")
-COMPAT = recovery(**STALL, below_floor="compat")
+RULES = recovery(**STALL)
 
 
 def injected(emitted: list[int]) -> bool:
@@ -53,37 +50,30 @@ def injected(emitted: list[int]) -> bool:
 @pytest.mark.parametrize(
     ("script", "settings", "expected"),
     [
-        pytest.param([10, COLON, EOS], COMPAT, True, id="S1"),
-        pytest.param([COLON, *[10] * 16, EOS], COMPAT, True, id="S2"),
-        pytest.param([COLON, *[10] * 17, EOS], COMPAT, False, id="S3"),
-        pytest.param([EOS], COMPAT, False, id="S4"),
-        pytest.param([50, 10, COLON, EOS], COMPAT, True, id="S8"),
+        pytest.param([10, COLON, EOS], RULES, True, id="S1"),
         pytest.param([10, COLON, EOS], recovery(**STALL | {"floor": 0}), False, id="S9"),
         pytest.param([10, COLON, EOS], recovery(floor=64), False, id="S10"),
-        pytest.param([10, COLON, CHAT_EOS], COMPAT, True, id="S13"),
-        pytest.param([THINK, COLON, EOS], RESCUE, False, id="S19"),
-        pytest.param([FUNCTION, COLON, EOS], RESCUE, False, id="S20"),
-        pytest.param([FUNCTION, END_FUNCTION, COLON, EOS], RESCUE, False, id="S21"),
-        pytest.param([FUNCTION, 10, END_FUNCTION, COLON, EOS], RESCUE, False, id="S21-broken"),
-        pytest.param([10, COLON, 46, SLIP, 46, COLON, EOS], RESCUE, False, id="another-form"),
-        pytest.param([10, COLON, 46, SLIP, EOS], COMPAT, False, id="another-form-compat"),
-        pytest.param([MENTION, COLON, EOS], RESCUE, True, id="a-tag-that-is-text"),
-        pytest.param([THINK, FUNCTION, END_THINK, COLON, EOS], RESCUE, True, id="in-a-thought"),
-        pytest.param([10, 59, EOS], RESCUE, True, id="S22"),
-        pytest.param([10, COLON, 10, 46, EOS], RESCUE, False, id="S23"),
-        pytest.param([10, COLON, 10, 46, EOS], COMPAT, True, id="S23-compat"),
-        pytest.param([10, 57, EOS], RESCUE, True, id="S24"),
-        pytest.param([UNKNOWN, END_FUNCTION, EOS], RESCUE, False, id="no-such-tool"),
+        pytest.param([10, COLON, CHAT_EOS], RULES, True, id="S13"),
+        pytest.param([THINK, COLON, EOS], RULES, False, id="S19"),
+        pytest.param([FUNCTION, COLON, EOS], RULES, False, id="S20"),
+        pytest.param([FUNCTION, END_FUNCTION, COLON, EOS], RULES, False, id="S21"),
+        pytest.param([FUNCTION, 10, END_FUNCTION, COLON, EOS], RULES, False, id="S21-broken"),
+        pytest.param([10, COLON, 46, SLIP, 46, COLON, EOS], RULES, False, id="another-form"),
+        pytest.param([MENTION, COLON, EOS], RULES, True, id="a-tag-that-is-text"),
+        pytest.param([THINK, FUNCTION, END_THINK, COLON, EOS], RULES, True, id="in-a-thought"),
+        pytest.param([10, 59, EOS], RULES, True, id="S22"),
+        pytest.param([10, COLON, 10, 46, EOS], RULES, False, id="S23"),
+        pytest.param([10, 57, EOS], RULES, True, id="S24"),
+        pytest.param([UNKNOWN, END_FUNCTION, EOS], RULES, False, id="no-such-tool"),
         pytest.param(
-            [10, 46, UNKNOWN, END_FUNCTION, EOS], RESCUE, False, id="text-and-no-such-tool"
+            [10, 46, UNKNOWN, END_FUNCTION, EOS], RULES, False, id="text-and-no-such-tool"
         ),
-        pytest.param([UNKNOWN, END_FUNCTION, COLON, EOS], RESCUE, False, id="and-announced-more"),
-        pytest.param([UNKNOWN, END_FUNCTION, 10, EOS], RESCUE, False, id="no-such-tool-then-text"),
-        pytest.param([UNKNOWN, EOS], RESCUE, False, id="no-such-tool-not-ended"),
+        pytest.param([UNKNOWN, END_FUNCTION, COLON, EOS], RULES, False, id="and-announced-more"),
+        pytest.param([UNKNOWN, END_FUNCTION, 10, EOS], RULES, False, id="no-such-tool-then-text"),
+        pytest.param([UNKNOWN, EOS], RULES, False, id="no-such-tool-not-ended"),
         pytest.param(
-            [FUNCTION, END_FUNCTION, UNKNOWN, END_FUNCTION, EOS], RESCUE, False, id="one-of-two"
+            [FUNCTION, END_FUNCTION, UNKNOWN, END_FUNCTION, EOS], RULES, False, id="one-of-two"
         ),
-        pytest.param([UNKNOWN, END_FUNCTION, EOS], COMPAT, False, id="no-such-tool-compat"),
     ],
 )
 def test_which_ends_are_stalls(script: list[int], settings: Recovery, expected: bool) -> None:
@@ -101,98 +91,68 @@ def test_which_ends_are_stalls(script: list[int], settings: Recovery, expected: 
 
 
 @pytest.mark.parametrize(
-    ("between", "expected"), [pytest.param(62, False, id="S5"), pytest.param(63, True, id="S6")]
-)
-def test_an_output_that_just_wrote_the_skip_phrase_is_not_stalled(
-    between: int, expected: bool
-) -> None:
-    """The phrase ends `between + 2` ids before the end; the colon and a token follow it."""
-    settings = recovery(**STALL | {"floor": 200}, below_floor="compat")
-    seen = run([50, 51, *[10] * between, COLON, 11, EOS], settings)
-    assert injected(seen.emitted) is expected
-
-
-@pytest.mark.parametrize(
     ("script", "expected"),
     [
         pytest.param([50, 51, 46, COLON], False, id="ends with it"),
         pytest.param([50, 51, 46, 52, COLON], True, id="an announcement follows"),
+        pytest.param([50, 10, COLON], True, id="S8"),
     ],
 )
 def test_only_an_output_that_ends_with_the_skip_phrase_is_complete(
     script: list[int], expected: bool
 ) -> None:
-    for below in ("rescue", "replace", "odds"):
-        seen = both([*script, EOS], recovery(**STALL, below_floor=below))
-        assert injected(seen.emitted) is expected, below
-
-
-def test_S7_a_skip_phrase_in_the_prompt_does_not_count() -> None:
-    """The state machine receives output tokens only."""
-    seen = run([10, COLON, EOS], RESCUE)
-    assert injected(seen.emitted)
+    assert injected(both([*script, EOS], RULES).emitted) is expected
 
 
 @pytest.mark.parametrize(
-    ("length", "replaced"), [pytest.param(5, False, id="S11"), pytest.param(4, True, id="S12")]
+    ("length", "replaced"), [pytest.param(5, False, id="S11"), pytest.param(4, True, id="S12_S25")]
 )
-def test_end_tokens_are_replaced_below_the_floor(length: int, replaced: bool) -> None:
-    script = [10] * length + [EOS, 11, EOS]
-    seen = both(script, recovery(floor=5, below_floor="replace"))
-    wanted = [10] * length + ([BEST, 11, EOS] if replaced else [EOS])
+def test_an_invisible_output_does_not_end_below_the_floor(length: int, replaced: bool) -> None:
+    script = [SPECIAL] * length + [EOS, 11, EOS]
+    seen = both(script, recovery(floor=5))
+    wanted = [SPECIAL] * length + ([BEST, 11, EOS] if replaced else [EOS])
     assert seen.emitted == wanted
     assert seen.notes["floor"] == replaced
 
 
 def test_S14_tokens_after_the_end_in_a_block_are_discarded() -> None:
-    seen = run([10, 11, COLON, EOS, 12], RESCUE, accepts=[7], max_tokens=40)
+    seen = run([10, 11, COLON, EOS, 12], RULES, accepts=[7], max_tokens=40)
     assert seen.emitted[:6] == [10, 11, COLON, *PREFIX]
     assert seen.emitted.count(11) == 1
     assert 12 not in seen.emitted
 
 
 def test_S15_the_position_counts_the_fed_tokens() -> None:
-    policy = Policy(max_tokens=40, stop_ids=STOPS, recovery=RESCUE, words=WORDS)
+    policy = Policy(max_tokens=40, stop_ids=STOPS, recovery=RULES, vocabulary=VOCABULARY)
     state, _ = advance(State(), Prefilled(10), policy)
     state, effects = advance(state, Stepped((11, COLON, EOS)), policy)
     assert (effects.emit, effects.replace, effects.force) == ((11, COLON, *PREFIX), 900, (901, 902))
-    assert state.fed == 3 + 2  # 10, 11 and the colon by the step, 900 and 901 as forced tokens
-    assert state.ids[state.fed :] == (902,)  # pending
+    assert (
+        state.num_computed == 3 + 2
+    )  # 10, 11 and the colon by the step, 900 and 901 as forced tokens
+    assert state.ids[state.num_computed :] == (902,)  # pending
 
 
 def test_S17_a_call_needs_room_for_its_arguments() -> None:
     script = [10, COLON, EOS]
-    tight = both(script, REPLACE, max_tokens=2 + 3 + 15)
+    tight = both(script, RULES, max_tokens=2 + 3 + 15)
     assert (tight.emitted, tight.finish) == (script, Finish.STOP)
     assert tight.notes == {"floor_waived": 1}
-    assert injected(both(script, REPLACE, max_tokens=2 + 3 + 16).emitted)
+    assert injected(both(script, RULES, max_tokens=2 + 3 + 16).emitted)
 
 
 def test_S18_one_call_is_begun_per_request() -> None:
     script = [10, COLON, EOS, 0, 0, COLON, EOS, 11]
-    seen = both(script, RESCUE)
+    seen = both(script, RULES)
     assert seen.emitted == [10, COLON, *PREFIX, COLON, EOS]
-    replaced = both(script, REPLACE, max_tokens=30)
-    assert replaced.emitted[:8] == [10, COLON, *PREFIX, COLON, BEST, 11]
 
 
-def test_S25_S27_an_end_below_the_floor_is_replaced_in_every_decode_mode() -> None:
-    seen = both([10, 11, 12, EOS, 13, 14, EOS], recovery(floor=5, below_floor="replace"))
-    assert seen.emitted == [10, 11, 12, BEST, 13, 14, EOS]
+def test_S4_S28_the_floor_applies_to_the_first_token() -> None:
+    assert both([EOS, 11, EOS], recovery(floor=2)).emitted == [BEST, 11, EOS]
 
 
-def test_S28_the_floor_applies_to_the_first_token() -> None:
-    assert both([EOS, 11, EOS], recovery(floor=2, below_floor="replace")).emitted == [
-        BEST,
-        11,
-        EOS,
-    ]
-    assert both([EOS, 11, EOS], COMPAT).emitted == [EOS]
-
-
-def test_rescue_keeps_short_answers_but_no_empty_outputs() -> None:
-    assert both([10, EOS], RESCUE).emitted == [10, EOS]
-    assert both([EOS, 11, EOS], RESCUE).emitted == [BEST, 11, EOS]
+def test_short_answers_are_kept() -> None:
+    assert both([10, EOS], RULES).emitted == [10, EOS]
 
 
 def test_S30_non_finite_logits_fail_the_request() -> None:
@@ -202,9 +162,9 @@ def test_S30_non_finite_logits_fail_the_request() -> None:
 
 
 def test_S31_the_floor_does_not_exceed_the_length_limit() -> None:
-    settings = recovery(floor=50, below_floor="replace")
-    seen = both([EOS] * 60, settings, max_tokens=10)
-    assert (seen.emitted, seen.finish) == ([BEST] * 10, Finish.LENGTH)
+    invisible = lambda ids: SPECIAL  # noqa: E731
+    seen = both([EOS] * 60, recovery(floor=50), max_tokens=10, floor=invisible)
+    assert (seen.emitted, seen.finish) == ([SPECIAL] * 10, Finish.LENGTH)
 
 
 def test_S32_non_finite_drafts_neither_lose_nor_repeat_tokens() -> None:
@@ -235,7 +195,7 @@ def test_S34_an_end_token_inside_an_accepted_block_is_not_fed() -> None:
     seen = run([10, 11, 12, 13, EOS, 14, 15, 16, 17], accepts=[7])
     assert seen.emitted == [10, 11, 12, 13, EOS]
     assert seen.fed == [10, 11, 12, 13]
-    assert seen.state.fed == 4
+    assert seen.state.num_computed == 4
 
 
 def test_S36_nothing_is_computed_after_a_pending_end_token() -> None:
@@ -246,7 +206,7 @@ def test_S36_nothing_is_computed_after_a_pending_end_token() -> None:
 def test_S37_a_call_is_forced_without_a_further_step() -> None:
     colon_first = Device(
         scripted([COLON, EOS]),
-        Policy(max_tokens=40, stop_ids=STOPS, recovery=RESCUE, words=WORDS),
+        Policy(max_tokens=40, stop_ids=STOPS, recovery=RULES, vocabulary=VOCABULARY),
         accepts=[0],
     )
     seen = colon_first.run()
@@ -254,15 +214,8 @@ def test_S37_a_call_is_forced_without_a_further_step() -> None:
     assert seen.effects[1].replace == PREFIX[0]
 
 
-def test_S38_forced_tokens_count_towards_the_floor() -> None:
-    settings: dict[str, Any] = STALL | {"floor": 8}
-    script = [10, COLON, EOS, 0, 0, 20, 21, EOS, 22, EOS]
-    seen = both(script, recovery(**settings, below_floor="replace"))
-    assert seen.emitted == [10, COLON, *PREFIX, 20, 21, BEST, 22, EOS]
-
-
 def test_drafting_continues_after_a_forced_call() -> None:
-    seen = run([10, COLON, EOS], RESCUE, max_tokens=60)
+    seen = run([10, COLON, EOS], RULES, max_tokens=60)
     assert seen.plain_steps == 0
     assert seen.drafted_steps > 10
 
@@ -270,7 +223,7 @@ def test_drafting_continues_after_a_forced_call() -> None:
 # Three tools: after the shared beginning 900 the first differs from the others, which differ
 # again after 911.
 NAMES = ((900, 901, 902), (900, 910, 911, 912, 913), (900, 910, 911, 920, 921))
-NAMED = dataclasses.replace(WORDS, calls=NAMES)
+NAMED = dataclasses.replace(VOCABULARY, calls=NAMES)
 
 
 @pytest.mark.parametrize(
@@ -293,8 +246,8 @@ def test_the_target_chooses_among_declared_tools(
     best = {frozenset({901, 910}): 910, frozenset({912, 920}): 912}
     seen = both(
         script,
-        RESCUE,
-        words=NAMED,
+        RULES,
+        vocabulary=NAMED,
         max_tokens=40,
         prefer=lambda _, of: best[frozenset(of)],
     )
@@ -304,17 +257,17 @@ def test_the_target_chooses_among_declared_tools(
 
 
 def test_a_tool_name_is_decided_token_by_token_without_drafts() -> None:
-    policy = Policy(max_tokens=60, stop_ids=STOPS, recovery=RESCUE, words=NAMED)
+    policy = Policy(max_tokens=60, stop_ids=STOPS, recovery=RULES, vocabulary=NAMED)
     state, _ = advance(State(), Prefilled(10), policy)
     state, effects = advance(state, Stepped((COLON, EOS)), policy)
     assert (effects.replace, effects.force) == (900, ())
     assert choices(state) == (901, 910)
     assert room(state, policy) == state.num_decided + 1
     assert not speculates(state, policy)
-    state, effects = advance(state, Stepped((77,), next_best=910), policy)
+    state, effects = advance(state, Stepped((77,), replacement_token=910), policy)
     assert (effects.replace, effects.force) == (910, (911,))
     assert choices(state) == (912, 920)
-    state, effects = advance(state, Stepped((920,), next_best=920), policy)
+    state, effects = advance(state, Stepped((920,), replacement_token=920), policy)
     assert (effects.replace, effects.force) == (None, (921,))
     assert (choices(state), room(state, policy)) == ((), 60)
     assert speculates(state, policy)
@@ -323,9 +276,9 @@ def test_a_tool_name_is_decided_token_by_token_without_drafts() -> None:
 def test_a_call_needs_room_for_the_longest_name() -> None:
     script = [10, COLON, EOS]
     longest = max(map(len, NAMES))
-    tight = both(script, REPLACE, words=NAMED, max_tokens=2 + longest + 15)
+    tight = both(script, RULES, vocabulary=NAMED, max_tokens=2 + longest + 15)
     assert (tight.emitted, tight.notes) == (script, {"floor_waived": 1})
-    enough = both(script, REPLACE, words=NAMED, max_tokens=2 + longest + 16)
+    enough = both(script, RULES, vocabulary=NAMED, max_tokens=2 + longest + 16)
     assert enough.notes == {"tool_prefix": 1}
 
 
@@ -350,7 +303,7 @@ def test_split_returns_the_shared_beginning_of_calls(
 
 
 def test_a_forced_call_ends_at_an_end_token_among_its_ids() -> None:
-    words = dataclasses.replace(WORDS, calls=((900, EOS, 10), (900, 11, 11)))
-    seen = both([COLON, EOS, EOS], RESCUE, words=words)
+    vocabulary = dataclasses.replace(VOCABULARY, calls=((900, EOS, 10), (900, 11, 11)))
+    seen = both([COLON, EOS, EOS], RULES, vocabulary=vocabulary)
     assert seen.emitted == [COLON, 900, EOS]
     assert seen.finish is Finish.STOP

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from fake_device import BEST, EOS, SPECIAL, WORDS, Outcome, recovery, run, scripted
+from fake_device import BEST, EOS, SPECIAL, VOCABULARY, Outcome, recovery, run, scripted
 
 from dflash_jax.engine.state_machine.controller import Cancelled, Prefilled, Stepped
 from dflash_jax.engine.state_machine.trace import CallTime, TraceRecorder
@@ -36,12 +36,12 @@ def test_rounds_without_recovery(speculative: bool) -> None:
 
 
 def test_a_replaced_end_token_is_forced() -> None:
-    seen = run([10, 11, EOS, 12, EOS], recovery(floor=4, below_floor="replace"), accepts=[1])
+    seen = run([10, 11, EOS, 12, EOS], recovery(min_tokens=4), accepts=[1])
     assert sources(seen) == [(10, T), (11, D), (BEST, F), (12, D), (EOS, T)]
 
 
 def test_a_forced_call_is_forced_and_its_tool_is_the_target_s_choice() -> None:
-    seen = run([52, EOS, 0, 0, 0, 903, 7, EOS], ODDS, words=PROBED, odds=odds(LIKELY, 0.0))
+    seen = run([52, EOS, 0, 0, 0, 903, 7, EOS], ODDS, vocabulary=PROBED, odds=odds(LIKELY, 0.0))
     assert seen.notes["tool_prefix"] == 1
     assert sources(seen)[:3] == [(52, T), (LEAD, F), (CALL, F)]
     assert {source for _, source in sources(seen)[:4]} == {T, F}
@@ -49,23 +49,29 @@ def test_a_forced_call_is_forced_and_its_tool_is_the_target_s_choice() -> None:
 
 def test_an_end_token_that_was_probed_in_vain_is_the_target_s() -> None:
     for script in ([10, 46, 52, EOS], [52, EOS]):
-        seen = run(script, ODDS, words=PROBED, odds=odds(LIKELY, UNLIKELY))
+        seen = run(script, ODDS, vocabulary=PROBED, odds=odds(LIKELY, UNLIKELY))
         assert seen.plain_steps
         assert sources(seen)[-1] == (EOS, T)
         assert F not in {source for _, source in sources(seen)}
 
 
 def test_a_marker_of_several_tokens_that_was_probed_in_vain_leaves_no_round() -> None:
-    words = dataclasses.replace(WORDS, calls=((LEAD, 81, 82, 83, 900),), opening=(LEAD, 81, 82, 83))
+    vocabulary = dataclasses.replace(
+        VOCABULARY, calls=((LEAD, 81, 82, 83, 900),), opening=(LEAD, 81, 82, 83)
+    )
     table = {LEAD: 0.0, 81: 0.0, 82: 0.0, 83: -90.0}
-    seen = run([11, 46, 52, EOS], ODDS, words=words, odds=lambda ids, wanted: table[wanted])
+    seen = run(
+        [11, 46, 52, EOS], ODDS, vocabulary=vocabulary, odds=lambda ids, wanted: table[wanted]
+    )
     assert [token for token, _ in sources(seen)] == seen.emitted == [11, 46, 52, EOS]
     assert sources(seen)[-1] == (EOS, T)
 
 
 def test_a_thought_is_closed_by_force() -> None:
-    words = dataclasses.replace(WORDS, close=(61, 10))
-    seen = run([60, *range(20, 40)], recovery(answer_reserve=4), words=words, max_tokens=10)
+    vocabulary = dataclasses.replace(VOCABULARY, close=(61, 10))
+    seen = run(
+        [60, *range(20, 40)], recovery(answer_reserve=4), vocabulary=vocabulary, max_tokens=10
+    )
     found = sources(seen)
     assert [source for token, source in found if token == 61] == [F]
     assert {source for token, source in found if token >= 1000} <= {D, T}
@@ -75,7 +81,7 @@ def test_a_call_that_is_decoded_again_leaves_no_round_of_the_first() -> None:
     seen = run(
         [5, 6, OPEN, BAD, CLOSE, EOS],
         RETRY,
-        words=CALLS,
+        vocabulary=CALLS,
         odds=lambda ids, _: -20.0,
         retry_target=scripted([5, 6, *RIGHT]),
         accepts=[2],

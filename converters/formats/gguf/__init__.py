@@ -1,0 +1,1 @@
+"""GGUF files: a reader that checks every bound, a writer, and what metadata and names mean."""
