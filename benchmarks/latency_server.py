@@ -83,7 +83,7 @@ def watch(marks: Marks) -> None:
     from dflash_jax.engine import model_runner
     from dflash_jax.engine.engine import Engine
     from dflash_jax.server import app, generation
-    from dflash_jax.server.engine_thread import Worker
+    from dflash_jax.server.engine_thread import EngineThread
     from dflash_jax.server.http_connection import Connection
     from dflash_jax.server.middleware import Middleware
 
@@ -102,8 +102,8 @@ def watch(marks: Marks) -> None:
     marks.at(Engine, "prepare", "prepared")
     marks.at(model_runner.ModelRunner, "run", "dispatched")
     marks.at(model_runner, "read_output", "computed", end=True)
-    marks.at(Worker, "_publish", "updated", if_any=has_output)
-    marks.at(Worker, "_deliver", "delivered", if_any=has_output)
+    marks.at(EngineThread, "_publish", "updated", if_any=has_output)
+    marks.at(EngineThread, "_deliver", "delivered", if_any=has_output)
     marks.at(app.JsonPieces, "__init__", "encoded")
     marks.at(Connection, "on_response_complete", "sent")
 

@@ -208,9 +208,9 @@ class Replica:
         log_to_stderr(quiet=options.quiet, form=options.log_format)
         engines, config = await asyncio.to_thread(configuration, options)
         self._server = new_server(engines, config, [config.host], BackgroundCompiler())
-        workers = [model.worker for model in self._server.models]
-        ready = asyncio.gather(*(worker.ready.wait() for worker in workers))
-        ends = [asyncio.ensure_future(worker.ended.wait()) for worker in workers]
+        threads = [model.engine_thread for model in self._server.models]
+        ready = asyncio.gather(*(thread.ready.wait() for thread in threads))
+        ends = [asyncio.ensure_future(thread.ended.wait()) for thread in threads]
         await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
         for future in (ready, *ends):
             future.cancel()
@@ -267,7 +267,7 @@ class Replica:
     async def __del__(self) -> None:
         """Close the engines, called by Ray Serve once no request runs."""
         if hasattr(self, "_server"):
-            await asyncio.gather(*(model.worker.stop() for model in self._server.models))
+            await asyncio.gather(*(model.engine_thread.stop() for model in self._server.models))
 
 
 MOST_BODY = 32 * 2**20  # bytes; as much as a server reads by default

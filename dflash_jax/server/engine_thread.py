@@ -42,7 +42,7 @@ Listener = Callable[[int, list[Piece], "Result | Exception | None"], None]
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class PendingOutput:
     """One output in progress.
 
     `listener(index, pieces, end)` is called in the event loop with new pieces, and at the end with
@@ -53,7 +53,7 @@ class Job:
       client: names of who asked, for turns.
       label: id of the request, for log lines.
       delivered: number of pieces passed to the listener.
-      cancelled: `Worker.cancel` was called.
+      cancelled: `EngineThread.cancel` was called.
       finished: the listener received the end.
       waits_for: variants whose programs are still being compiled.
     """
@@ -76,7 +76,7 @@ class Job:
         """Return whether the output grammar may still be compiling."""
         return self.handle is None and not self.finished and self.params.structured is not None
 
-    def take_update(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
+    def take_update(self) -> "tuple[PendingOutput, list[Piece], Result | Exception | None] | None":
         """Return what the listener has not received yet, or None, and mark it as delivered."""
         assert self.handle is not None
         pieces = self.handle.pieces[self.delivered :]
@@ -89,10 +89,10 @@ class Job:
             return self, pieces, error
 
 
-JobUpdate = tuple[Job, list[Piece], Result | Exception | None]
+OutputUpdate = tuple[PendingOutput, list[Piece], Result | Exception | None]
 
 
-class Worker:
+class EngineThread:
     """An engine in its own thread.
 
     Args:
@@ -105,7 +105,7 @@ class Worker:
 
     Attributes:
       engine: None until it is loaded.
-      active: number of jobs submitted and not finished; for the event loop only.
+      active: number of outputs submitted and not finished; for the event loop only.
       error: why the engine is not usable, or None.
       ended: set once `error` is.
       first: variants whose programs are compiled before `ready`; empty until the engine is loaded.
@@ -127,8 +127,8 @@ class Worker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._turn_began: float | None = None  # None while there is no work
-        self._jobs: list[Job] = []  # in the engine; for the thread only
-        self._waiting: list[Job] = []  # for programs to be compiled; for the thread only
+        self._running: list[PendingOutput] = []  # in the engine; for the thread only
+        self._waiting: list[PendingOutput] = []  # for programs to be compiled; for the thread only
         self._failures = 0
         self._stopping = False
         self.engine: Engine | None = None
@@ -145,9 +145,9 @@ class Worker:
 
     # -- for the event loop -------------------------------------------------------------------
 
-    def has_room(self, jobs: int) -> bool:
-        """Return whether the queue (`Plan.queue`) has room for this many more jobs."""
-        return self.engine is not None and self.active + jobs <= self.engine.plan.queue
+    def has_room(self, outputs: int) -> bool:
+        """Return whether the queue (`Plan.queue`) has room for this many more outputs."""
+        return self.engine is not None and self.active + outputs <= self.engine.plan.queue
 
     @property
     def turn_s(self) -> float:
@@ -158,30 +158,30 @@ class Worker:
     @property
     def held_tokens(self) -> int:
         """Return the number of tokens in the KV caches of running requests."""
-        handles = [job.handle for job in list(self._jobs)]
+        handles = [output.handle for output in list(self._running)]
         return sum(x.num_computed + len(x.token_ids) for x in handles if x and not x.done)
 
-    def submit(self, job: Job) -> None:
-        """Queue a job; its listener is also called if the engine refuses it."""
+    def submit(self, output: PendingOutput) -> None:
+        """Queue an output; its listener is also called if the engine refuses it."""
         self.active += 1
-        if job.params.structured is not None:
-            self._structures.submit(job, job.client)
+        if output.params.structured is not None:
+            self._structures.submit(output, output.client)
         else:
-            self._commands.put(lambda: self._prepare(job))
+            self._commands.put(lambda: self._prepare(output))
 
-    def cancel(self, job: Job, reason: Reason | None = None) -> None:
-        """End a job; its listener receives the result so far.
+    def cancel(self, output: PendingOutput, reason: Reason | None = None) -> None:
+        """End an output; its listener receives the result so far.
 
         Args:
           reason: why the rest is not needed; None if the answer is complete as it is.
         """
         if reason:
-            job.cell.cancel(reason)  # takes effect in the engine's next step
-        if not reason or job.waits_for or job.pending:
-            self._commands.put(lambda: self._cancel(job))
+            output.cell.cancel(reason)  # takes effect in the engine's next step
+        if not reason or output.waits_for or output.pending:
+            self._commands.put(lambda: self._cancel(output))
 
     async def stop(self) -> None:
-        """Cancel all jobs and end the thread."""
+        """Cancel all outputs and end the thread."""
         self._compiler.stop()
         self._structures.stop()
         self._commands.put(self._stop)
@@ -198,8 +198,8 @@ class Worker:
             return
         self._compile(self.engine)
         while not self._stopping:
-            self._turn_began = time.monotonic() if self._jobs else None
-            if not self._jobs:
+            self._turn_began = time.monotonic() if self._running else None
+            if not self._running:
                 command = self._commands.get()
                 self._turn_began = time.monotonic()
                 command()
@@ -208,7 +208,7 @@ class Worker:
                     self._commands.get_nowait()()
                 except queue.Empty:
                     break
-            if self._jobs:
+            if self._running:
                 self._step()
         self.engine.close()
 
@@ -241,7 +241,7 @@ class Worker:
         if (error := future.exception()) is not None:
             self._end(errors.as_exception(error))
         else:
-            if self._warm != "none" and not self._jobs:
+            if self._warm != "none" and not self._running:
                 self._measure()
             compiled = engine.core.runner.compiled
             _, later = compilation_order(engine, self._warm)
@@ -264,118 +264,120 @@ class Worker:
             self._recover(errors.as_exception(error))
             return
         self._failures = 0
-        self._publish([update for job in self._jobs if (update := job.take_update())])
+        self._publish([update for output in self._running if (update := output.take_update())])
 
-    def _publish(self, updates: list[JobUpdate]) -> None:
-        ended = {id(job) for job, _, end in updates if end is not None}
-        self._jobs = [job for job in self._jobs if id(job) not in ended]
+    def _publish(self, updates: list[OutputUpdate]) -> None:
+        ended = {id(output) for output, _, end in updates if end is not None}
+        self._running = [output for output in self._running if id(output) not in ended]
         if updates:
             self._call(self._deliver, updates)
 
-    def _deliver(self, updates: list[JobUpdate]) -> None:
-        for job, pieces, end in updates:
-            if not job.finished:
-                job.finished = end is not None
-                self.active -= job.finished
-                job.listener(job.index, pieces, end)
+    def _deliver(self, updates: list[OutputUpdate]) -> None:
+        for output, pieces, end in updates:
+            if not output.finished:
+                output.finished = end is not None
+                self.active -= output.finished
+                output.listener(output.index, pieces, end)
 
-    def _refuse(self, job: Job, error: Exception) -> None:
-        self._call(self._deliver, [(job, [], error)])
+    def _refuse(self, output: PendingOutput, error: Exception) -> None:
+        self._call(self._deliver, [(output, [], error)])
 
-    def _is_known(self, job: Job) -> bool:
-        """Return whether the job's grammar was compiled or refused before."""
-        structure = job.params.structured
+    def _is_known(self, output: PendingOutput) -> bool:
+        """Return whether the output's grammar was compiled or refused before."""
+        structure = output.params.structured
         return structure is not None and self._loaded.core.grammars.knows(structure)
 
-    def _is_fast(self, job: Job) -> bool:
+    def _is_fast(self, output: PendingOutput) -> bool:
         """Return whether `_prepare` will take no longer than a trial compilation of the grammar."""
-        structure = job.params.structured
-        return job.cancelled or structure is None or self._loaded.core.grammars.decide(structure)
+        structure = output.params.structured
+        return output.cancelled or structure is None or self._loaded.core.grammars.decide(structure)
 
-    def _brief(self, job: Job) -> Exception | None:
-        """Return the error of a job whose grammar was refused, without an explanation, or None."""
-        structure = job.params.structured
+    def _brief(self, output: PendingOutput) -> Exception | None:
+        """Return the error of an output whose grammar was refused, or None, without details."""
+        structure = output.params.structured
         return None if structure is None else self._loaded.core.grammars.brief_refusal(structure)
 
-    def _prepare(self, job: Job) -> None:
-        """Validate a job's request and compile its grammar, in this or a structure thread."""
-        if job.cancelled:
+    def _prepare(self, output: PendingOutput) -> None:
+        """Validate an output's request and compile its grammar, in this or a structure thread."""
+        if output.cancelled:
             return
         try:
             [handle] = self._loaded.prepare(
-                job.prompt, job.params, cancel=job.cell, label=job.label
+                output.prompt, output.params, cancel=output.cell, label=output.label
             )
         except BaseException as error:
-            self._refuse(job, errors.as_exception(error))
+            self._refuse(output, errors.as_exception(error))
             return
         if threading.current_thread() is self._thread:
-            self._accept(job, handle)
+            self._accept(output, handle)
         else:
-            self._commands.put(lambda: self._accept(job, handle))
+            self._commands.put(lambda: self._accept(output, handle))
 
-    def _accept(self, job: Job, handle: RequestHandle) -> None:
+    def _accept(self, output: PendingOutput, handle: RequestHandle) -> None:
         """Queue a prepared request in the engine, or compile its programs first."""
-        if job.cancelled:  # while its structure was compiled
+        if output.cancelled:  # while its structure was compiled
             return
-        job.handle = handle
+        output.handle = handle
         compiled = self._loaded.core.runner.compiled
         variants = handle.variants
         missing = tuple(variant for variant in variants if compiled.missing([variant]))
         if not missing:
-            self._enqueue(job)
+            self._enqueue(output)
         elif len(self._waiting) >= max(self._loaded.plan.queue // 2, 1):  # leave room for others
-            self._refuse(job, errors.still_compiling(compiled, missing))
+            self._refuse(output, errors.still_compiling(compiled, missing))
         else:
-            job.waits_for = missing
-            self._waiting.append(job)
+            output.waits_for = missing
+            self._waiting.append(output)
             future = self._compiler.want(compiled, missing, urgent=True)
-            resume = functools.partial(self._resume, job, time.perf_counter())
+            resume = functools.partial(self._resume, output, time.perf_counter())
             future.add_done_callback(lambda future: self._commands.put(lambda: resume(future)))
-        if job in self._jobs or job in self._waiting:
-            self._call(self._deliver, [(job, [], None)])
-            if job.waits_for and job.cell:
-                self._cancel(job)
+        if output in self._running or output in self._waiting:
+            self._call(self._deliver, [(output, [], None)])
+            if output.waits_for and output.cell:
+                self._cancel(output)
 
-    def _resume(self, job: Job, since: float, future: concurrent.futures.Future[None]) -> None:
+    def _resume(
+        self, output: PendingOutput, since: float, future: concurrent.futures.Future[None]
+    ) -> None:
         """Queue a request after its programs were compiled, unless it was cancelled."""
-        if job not in self._waiting:
+        if output not in self._waiting:
             return
-        self._waiting.remove(job)
-        job.waits_for = ()
+        self._waiting.remove(output)
+        output.waits_for = ()
         if future.cancelled():
-            self._refuse(job, ComputeError("the server stopped before the request began"))
+            self._refuse(output, ComputeError("the server stopped before the request began"))
         elif error := future.exception():
-            self._refuse(job, errors.not_compiled(error))
+            self._refuse(output, errors.not_compiled(error))
         else:
-            assert job.handle is not None
-            job.handle.delay(time.perf_counter() - since)
-            self._enqueue(job)
+            assert output.handle is not None
+            output.handle.delay(time.perf_counter() - since)
+            self._enqueue(output)
 
-    def _enqueue(self, job: Job) -> None:
-        assert job.handle is not None
+    def _enqueue(self, output: PendingOutput) -> None:
+        assert output.handle is not None
         try:
-            self._loaded.enqueue([job.handle])
+            self._loaded.enqueue([output.handle])
         except DFlashError as error:
-            self._refuse(job, error)
+            self._refuse(output, error)
             return
-        self._jobs.append(job)
+        self._running.append(output)
 
-    def _cancel(self, job: Job) -> None:
-        job.cancelled = True
-        if waiting := job in self._waiting:
-            self._waiting.remove(job)
-        if job.handle is None:
-            self._refuse(job, errors.unfinished())
-        elif job.cell and not waiting:
+    def _cancel(self, output: PendingOutput) -> None:
+        output.cancelled = True
+        if waiting := output in self._waiting:
+            self._waiting.remove(output)
+        if output.handle is None:
+            self._refuse(output, errors.unfinished())
+        elif output.cell and not waiting:
             return  # the engine's next step ends it
-        elif not job.handle.done:
-            job.handle.close()
-            if update := job.take_update():
+        elif not output.handle.done:
+            output.handle.close()
+            if update := output.take_update():
                 self._publish([update])
 
     def _stop(self) -> None:
-        for job in [*self._jobs, *self._waiting]:
-            self._cancel(job)
+        for output in [*self._running, *self._waiting]:
+            self._cancel(output)
         self._stopping = True
 
     def _recover(self, error: Exception) -> None:
@@ -383,12 +385,16 @@ class Worker:
 
         Hosts that share a model end instead, as the others know nothing of another engine.
         """
-        ended = ", ".join(dict.fromkeys(job.label for job in self._jobs)) or "no request"
+        ended = ", ".join(dict.fromkeys(output.label for output in self._running)) or "no request"
         traced = None if isinstance(error, HostError) else error
         log.error("a step failed, which ends %s: %s", ended, error, exc_info=traced)
         failure = errors.step_failure(error)
         self._publish(
-            [(job, job.handle.pieces[job.delivered :], failure) for job in self._jobs if job.handle]
+            [
+                (output, output.handle.pieces[output.delivered :], failure)
+                for output in self._running
+                if output.handle
+            ]
         )
         self._failures += 1
         if self._failures >= MAX_FAILURES or self._loaded.core.runner.executor.hosts > 1:

@@ -16,7 +16,7 @@ from dflash_jax.graph.keys import Variant
 from dflash_jax.server import errors
 from dflash_jax.server.background import Client, by_size, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
-from dflash_jax.server.engine_thread import Job
+from dflash_jax.server.engine_thread import PendingOutput
 from dflash_jax.server.output_structure import structure_problem
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
@@ -81,26 +81,28 @@ class Generation:
         self.first_token: float | None = None
         self.cancelled: tuple[Reason, str] | None = None
         engine = model.engine
-        if not model.worker.has_room(len(prompts) * request.n):
+        if not model.engine_thread.has_room(len(prompts) * request.n):
             raise errors.queue_full()
         self.replies: list[Reply] = []
-        self._jobs: list[Job] = []
+        self._outputs: list[PendingOutput] = []
         self._updates: asyncio.Queue[ReplyUpdate] = asyncio.Queue()
         for prompt, params in zip(prompts, options, strict=True):
             for copy in range(request.n):
                 index = len(self.replies)
                 self.replies.append(self._new_reply(index, engine.tokenizer, prompt, params))
                 answer = params.for_answer(copy)
-                job = Job(prompt.ids, answer, index, self._on_update, client, request_id)
-                self._jobs.append(job)
+                output = PendingOutput(
+                    prompt.ids, answer, index, self._on_update, client, request_id
+                )
+                self._outputs.append(output)
         loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
         if timeout is not None:
             self._timers.append(loop.call_later(timeout, self.cancel, "deadline"))
         if compile_wait < math.inf and not request.stream:  # a stream gets comments instead
             self._timers.append(loop.call_later(compile_wait, self._refuse_uncompiled))
-        for job in self._jobs:
-            model.worker.submit(job)
+        for output in self._outputs:
+            model.engine_thread.submit(output)
 
     def _new_reply(
         self,
@@ -147,7 +149,7 @@ class Generation:
             self._refuse(errors.shutting_down())
         elif reason == "deadline" and self.waits_for:
             self._refuse_uncompiled()
-        elif reason == "deadline" and any(job.pending for job in self._jobs):
+        elif reason == "deadline" and any(output.pending for output in self._outputs):
             self._refuse(errors.unfinished())
         else:
             if any(reply.result is None for reply in self.replies):
@@ -167,16 +169,16 @@ class Generation:
 
     def _cancel_jobs(self, reason: Reason) -> None:
         # After a deadline the answer is complete as it is.
-        job_reason = None if reason == "deadline" else reason
-        for job, reply in zip(self._jobs, self.replies, strict=True):
+        output_reason = None if reason == "deadline" else reason
+        for output, reply in zip(self._outputs, self.replies, strict=True):
             if reply.result is None:
                 reply.ended_by = reply.ended_by or reason
-                self.model.worker.cancel(job, job_reason)
+                self.model.engine_thread.cancel(output, output_reason)
 
     @property
     def waits_for(self) -> tuple[Variant, ...]:
         """Return the program variants that must be compiled before the request can start."""
-        return next((job.waits_for for job in self._jobs if job.waits_for), ())
+        return next((output.waits_for for output in self._outputs if output.waits_for), ())
 
     @property
     def status(self) -> str:
@@ -194,14 +196,16 @@ class Generation:
     @property
     def progress(self) -> tuple[int, int]:
         """Return the number of prompt tokens processed so far, and of all prompt tokens."""
-        num_computed = sum(job.handle.num_computed for job in self._jobs if job.handle)
-        num_tokens = sum(len(job.prompt) for job in self._jobs)
+        num_computed = sum(output.handle.num_computed for output in self._outputs if output.handle)
+        num_tokens = sum(len(output.prompt) for output in self._outputs)
         return num_computed, num_tokens
 
     @property
     def cached(self) -> int:
         """Return the number of cached prompt tokens, which is known with the first output."""
-        return max((job.handle.num_cached for job in self._jobs if job.handle), default=0)
+        return max(
+            (output.handle.num_cached for output in self._outputs if output.handle), default=0
+        )
 
     @property
     def phase(self) -> str:
@@ -237,7 +241,7 @@ class Generation:
           pause: yield None after this many seconds without an update, or after a shorter time while
             programs are being compiled.
         """
-        unfinished = len(self._jobs)
+        unfinished = len(self._outputs)
         failed = False
         try:
             while unfinished:
@@ -259,7 +263,7 @@ class Generation:
                     unfinished -= 1
                     events += await self._finish(reply, end)
                 elif reply.satisfied and pieces:
-                    self.model.worker.cancel(self._jobs[index])
+                    self.model.engine_thread.cancel(self._outputs[index])
                 yield reply, events
         finally:
             for timer in self._timers:

@@ -72,7 +72,7 @@ class InfoRoutes:
 
     async def _health(self, raw_request: Request) -> Response:
         for model in self._models:
-            error = model.worker.error
+            error = model.engine_thread.error
             if error is not None:
                 raise Problem(f"{model.name}: {error}", status=500, code="engine_failed")
             model.check_turns()
@@ -116,7 +116,7 @@ def _model_entry(model: ServedModel, name: str | None = None) -> dict[str, Any]:
         "owned_by": "dflash_jax",
         "last_used_ms": model.last_used_ms,
     }
-    engine = model.worker.engine
+    engine = model.engine_thread.engine
     if engine is not None:
         fields["max_model_len"] = engine.plan.max_length
     return fields
@@ -143,7 +143,7 @@ def _anthropic_fields(model: dict[str, Any]) -> dict[str, Any]:
 def _properties(model: ServedModel) -> dict[str, Any]:
     """Return the properties of a model, only those of its entry before its engine is loaded."""
     fields = _model_entry(model)
-    engine = model.worker.engine
+    engine = model.engine_thread.engine
     if engine is None:
         return fields
     syntax = model.syntax
@@ -162,10 +162,10 @@ def _properties(model: ServedModel) -> dict[str, Any]:
 
 def _default_model(model: ServedModel) -> dict[str, Any]:
     """Return the properties of the first model in the format of llama.cpp and lucebox."""
-    engine = model.worker.engine
+    engine = model.engine_thread.engine
     fields: dict[str, Any] = {
         "model_alias": model.name,
-        "daemon": {"alive": model.worker.error is None},
+        "daemon": {"alive": model.engine_thread.error is None},
     }
     if engine is None:
         return fields

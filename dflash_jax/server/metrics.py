@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Stats
-from dflash_jax.server.engine_thread import Worker
+from dflash_jax.server.engine_thread import EngineThread
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.served_models import ServedModel
 from dflash_jax.server.writer import cached_tokens, queued_s
@@ -131,8 +131,8 @@ class Metrics:
         for model in models:
             for metric in self._of_models:
                 metric.labels(model.name)  # which are 0 before they are first counted
-            jobs = model.worker.active
-            engine = model.worker.engine
+            jobs = model.engine_thread.active
+            engine = model.engine_thread.engine
             rows = engine.plan.rows if engine else 0
             self._running.labels(model.name).set(min(jobs, rows))
             self._waiting.labels(model.name).set(max(jobs - rows, 0))
@@ -154,8 +154,10 @@ class _EngineCollector:
         for kind, name, text, value in OF_ENGINES:
             family = kind(f"dflash_jax:{name}", text, labels=("model",))
             for model in self.models:
-                if model.worker.engine is not None:
-                    family.add_metric((model.name,), value(model.worker, model.worker.engine))
+                if model.engine_thread.engine is not None:
+                    family.add_metric(
+                        (model.name,), value(model.engine_thread, model.engine_thread.engine)
+                    )
             yield family
         memory = GaugeMetricFamily(
             "dflash_jax:memory_bytes",
@@ -166,7 +168,7 @@ class _EngineCollector:
         info = GaugeMetricFamily("dflash_jax:build_info", "Always 1.", labels=labels)
         for model in self.models:
             name = model.name
-            engine = model.worker.engine
+            engine = model.engine_thread.engine
             if engine is None:
                 continue
             for part, size in engine.core.runner.memory.items():
@@ -182,41 +184,41 @@ class _EngineCollector:
             )
 
 
-def _prefixes(name: str) -> Callable[[Worker, Engine], int]:
+def _prefixes(name: str) -> Callable[[EngineThread, Engine], int]:
     """Return what reads a counter of the prefix cache, 0 without one."""
 
-    def value(worker: Worker, engine: Engine) -> int:
+    def value(thread: EngineThread, engine: Engine) -> int:
         cache = engine.core.prefix_cache
         return getattr(cache.counters, name) if cache else 0
 
     return value
 
 
-# Kind, name, description and value of metrics that are read from a model's worker and engine.
-OF_ENGINES: tuple[tuple[Any, str, str, Callable[[Worker, Engine], float]], ...] = (
+# Kind, name, description and value of metrics that are read from a model's thread and engine.
+OF_ENGINES: tuple[tuple[Any, str, str, Callable[[EngineThread, Engine], float]], ...] = (
     (
         GaugeMetricFamily,
         "kv_cache_usage_perc",
         "Share of all rows' positions that hold tokens; 1 is all.",
-        lambda worker, engine: worker.held_tokens / (engine.plan.rows * engine.plan.max_length),
+        lambda thread, engine: thread.held_tokens / (engine.plan.rows * engine.plan.max_length),
     ),
     (
         CounterMetricFamily,
         "jit_compile_seconds",
         "Spent on programs that no cache had; several are compiled at a time.",
-        lambda worker, engine: engine.core.runner.compiled.compile_seconds,
+        lambda thread, engine: engine.core.runner.compiled.compile_seconds,
     ),
     (
         CounterMetricFamily,
         "jit_cache_misses",
         "Programs that had to be compiled; after warm-up only what nobody had asked for.",
-        lambda worker, engine: engine.core.runner.compiled.compiled,
+        lambda thread, engine: engine.core.runner.compiled.compiled,
     ),
     (
         GaugeMetricFamily,
         "jit_pending",
         "Programs that are still to be compiled; requests that need one wait for it.",
-        lambda worker, engine: engine.core.runner.compiled.pending,
+        lambda thread, engine: engine.core.runner.compiled.pending,
     ),
     (
         CounterMetricFamily,
@@ -240,7 +242,7 @@ OF_ENGINES: tuple[tuple[Any, str, str, Callable[[Worker, Engine], float]], ...] 
         GaugeMetricFamily,
         "hosts",
         "Processes that run programs.",
-        lambda worker, engine: engine.core.runner.executor.hosts,
+        lambda thread, engine: engine.core.runner.executor.hosts,
     ),
 )
 

@@ -73,7 +73,7 @@ class Middleware:
             return self._config.max_body
         longest = 0
         for model in self._models:
-            engine = model.worker.engine
+            engine = model.engine_thread.engine
             if engine is not None:
                 longest = max(longest, engine.plan.max_length)
         derived = min(max(BYTES_PER_TOKEN * longest, LEAST_BODY), MOST_BODY)

@@ -1,4 +1,4 @@
-"""Starts the server: sockets, worker threads, signals and graceful shutdown."""
+"""Starts the server: sockets, engine threads, signals and graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.background import BackgroundCompiler
 from dflash_jax.server import log_rate, open_connections
 from dflash_jax.server.app import Server
-from dflash_jax.server.engine_thread import Worker
+from dflash_jax.server.engine_thread import EngineThread
 from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.http_connection import Connection
 from dflash_jax.server.listening import bind
@@ -154,7 +154,7 @@ async def serve(
         sockets += metrics_sockets
         log.info("metrics are on %s", f"{url_of(listening.host, metrics_port)}/metrics")
     server = new_server(engines, listening, bound, compiler or BackgroundCompiler(), metrics_port)
-    workers = [model.worker for model in server.models]
+    threads = [model.engine_thread for model in server.models]
     config = uvicorn.Config(
         server.app,
         host=listening.host,
@@ -171,17 +171,17 @@ async def serve(
         timeout_graceful_shutdown=round(listening.drain) + GRACE_S,
     )
     runner = _DrainingServer(config, server, listening.drain)
-    watch = asyncio.ensure_future(_watch(runner, workers))
+    watch = asyncio.ensure_future(_watch(runner, threads))
     announce = asyncio.ensure_future(_announce(runner, server, started, ready))
     try:
         await runner.serve(sockets)
     finally:
         for task in (watch, announce):
             task.cancel()
-        await asyncio.gather(*(worker.stop() for worker in workers))
-    for worker in workers:
-        if worker.error is not None:
-            raise worker.error
+        await asyncio.gather(*(thread.stop() for thread in threads))
+    for thread in threads:
+        if thread.error is not None:
+            raise thread.error
 
 
 def new_server(
@@ -191,23 +191,23 @@ def new_server(
     compiler: BackgroundCompiler,
     metrics_port: int | None = None,
 ) -> Server:
-    """Return a server whose workers load their engines; called in a running event loop.
+    """Return a server whose threads load their engines; called in a running event loop.
 
     Args:
       engines, compiler: as for `serve`.
       bound, metrics_port: as for `Server`.
     """
-    workers = {
-        name: Worker(make, name=name, warm=config.warm, compiler=compiler)
+    threads = {
+        name: EngineThread(make, name=name, warm=config.warm, compiler=compiler)
         for name, make in engines.items()
     }
-    models = [ServedModel(name, worker, config) for name, worker in workers.items()]
+    models = [ServedModel(name, thread, config) for name, thread in threads.items()]
     return Server(models, config, bound, metrics_port)
 
 
-async def _watch(runner: uvicorn.Server, workers: Sequence[Worker]) -> None:
+async def _watch(runner: uvicorn.Server, threads: Sequence[EngineThread]) -> None:
     """End the server when a model cannot be loaded, or its engine has failed."""
-    ends = [asyncio.ensure_future(worker.ended.wait()) for worker in workers]
+    ends = [asyncio.ensure_future(thread.ended.wait()) for thread in threads]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         runner.should_exit = True
@@ -232,7 +232,7 @@ async def _announce(
         terminate = functools.partial(runner.handle_exit, signal.SIGTERM, None)
         stop = functools.partial(loop.call_soon_threadsafe, terminate)
         started(RunningServer(url, port, server, stop))
-    await asyncio.gather(*(model.worker.ready.wait() for model in server.models))
+    await asyncio.gather(*(model.engine_thread.ready.wait() for model in server.models))
     if ready:
         ready()
     log.info("ready: %s serves %s", url, ", ".join(model.name for model in server.models))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.serve_options import ServeOptions
-from dflash_jax.server.engine_thread import Warm, Worker
+from dflash_jax.server.engine_thread import EngineThread, Warm
 from dflash_jax.server.errors import not_ready
 from dflash_jax.server.keys import ApiKey
 from dflash_jax.server.protocol import Problem
@@ -61,7 +61,7 @@ class ServedModel:
     """
 
     name: str
-    worker: Worker
+    engine_thread: EngineThread
     defaults: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     last_used_ms: int = 0
@@ -74,15 +74,15 @@ class ServedModel:
         Raises:
           Problem: 503 until the engine is ready, 500 after it failed.
         """
-        if self.worker.error is not None:
+        if self.engine_thread.error is not None:
             raise Problem(
-                f"the engine stopped: {self.worker.error}", status=500, code="engine_failed"
+                f"the engine stopped: {self.engine_thread.error}", status=500, code="engine_failed"
             )
-        engine = self.worker.engine
+        engine = self.engine_thread.engine
         if engine is None:
-            raise not_ready(None, self.worker.first)
-        if not self.worker.ready.is_set():
-            raise not_ready(engine.core.runner.compiled, self.worker.first)
+            raise not_ready(None, self.engine_thread.first)
+        if not self.engine_thread.ready.is_set():
+            raise not_ready(engine.core.runner.compiled, self.engine_thread.first)
         return engine
 
     def check_turns(self) -> None:
@@ -91,7 +91,7 @@ class ServedModel:
         Raises:
           Problem: 503, its current turn takes longer than `STALLED_S`.
         """
-        seconds = self.worker.turn_s if self.worker.ready.is_set() else 0.0
+        seconds = self.engine_thread.turn_s if self.engine_thread.ready.is_set() else 0.0
         if seconds > STALLED_S:
             raise Problem(
                 f"{self.name}: a step of the engine has taken {seconds:.0f} s so far, and requests"
@@ -114,7 +114,7 @@ class ServedModel:
     @functools.cached_property
     def syntax(self) -> Syntax | None:
         """Return the model's syntax of tool calls and reasoning, or None if it is unknown."""
-        tokenizer = (self.worker.engine or self.engine).tokenizer
+        tokenizer = (self.engine_thread.engine or self.engine).tokenizer
         return syntax_of(tokenizer.teaches if tokenizer else None)
 
 

@@ -62,10 +62,10 @@ class LiveServer:
 
     def is_idle(self, seconds: float = 20.0) -> bool:
         """Wait for all requests to finish; return whether they did within `seconds`."""
-        worker = self.running.server.models[0].worker
+        thread = self.running.server.models[0].engine_thread
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if not worker.active and not self.engine.core.active and not self.engine.core.queued:
+            if not thread.active and not self.engine.core.active and not self.engine.core.queued:
                 return True
             time.sleep(0.01)
         return False

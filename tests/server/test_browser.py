@@ -227,10 +227,10 @@ def test_stop_ends_the_request_and_keeps_the_text(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window, advance, gate = page.browser, Engine.advance, threading.Event()
-    worker = page.live.running.server.models[0].worker
+    thread = page.live.running.server.models[0].engine_thread
 
     def waiting(engine: Engine) -> None:
-        if any(job.handle and len(job.handle.token_ids) > 4 for job in worker._jobs):
+        if any(x.handle and len(x.handle.token_ids) > 4 for x in thread._running):
             gate.wait(20)
         advance(engine)
 

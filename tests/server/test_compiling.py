@@ -23,7 +23,7 @@ from dflash_jax.graph import Graph, build
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.programs import Program
 from dflash_jax.server.access_log import log_to_stderr
-from dflash_jax.server.engine_thread import Job, Warm, Worker
+from dflash_jax.server.engine_thread import EngineThread, PendingOutput, Warm
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import QUEUE, LiveServer, run_server
 
@@ -211,7 +211,7 @@ def test_clients_read_past_what_keeps_a_stream_alive(start: Start, gate: Gate) -
             return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
         answers = [pool.submit(anthropic), pool.submit(openai)]
-        assert soon(lambda: live.running.server.models[0].worker.active == 2)
+        assert soon(lambda: live.running.server.models[0].engine_thread.active == 2)
         gate.open.set()
         texts = {answer.result(120) for answer in answers}
     assert len(texts) == 1
@@ -291,12 +291,14 @@ def test_half_of_the_queue_is_for_requests_that_can_begin(random_tiny: Engine, g
     ends: dict[int, Any] = {}
 
     async def run() -> None:
-        worker = Worker(lambda: cold(random_tiny))
-        await worker.ready.wait()
+        thread = EngineThread(lambda: cold(random_tiny))
+        await thread.ready.wait()
 
         def ask(index: int, **options: Any) -> None:
             params = SamplingParams(**{"max_tokens": 2} | options)
-            worker.submit(Job([1, 2], params, index, lambda i, _, end: ends.update({i: end})))
+            thread.submit(
+                PendingOutput([1, 2], params, index, lambda i, _, end: ends.update({i: end}))
+            )
 
         for i in range(QUEUE // 2 + 1):
             ask(i, logprobs=0)
@@ -308,7 +310,7 @@ def test_half_of_the_queue_is_for_requests_that_can_begin(random_tiny: Engine, g
         gate.open.set()
         while None in ends.values():
             await asyncio.sleep(0.01)
-        await worker.stop()
+        await thread.stop()
 
     asyncio.run(asyncio.wait_for(run(), 120))
     assert len(ends) == QUEUE // 2 + 2

@@ -268,7 +268,7 @@ def test_keys_that_change_under_load_refuse_nobody_wrongly(random_tiny: Engine) 
         headers={"x-api-key": "a"},
         timeout=60,
     ).json()["id"]
-    loop = live.running.server.models[0].worker._loop
+    loop = live.running.server.models[0].engine_thread._loop
 
     async def ask(client: httpx.AsyncClient, key: str) -> int:
         answer = await client.post(COMPLETIONS, json=ASK, headers={"x-api-key": key})

@@ -326,7 +326,9 @@ def test_arguments_of_too_many_values_are_refused_before_they_are_decoded(
 def test_the_largest_body_follows_from_the_longest_context(lengths: list[int], bound: int) -> None:
     plans = [SimpleNamespace(max_length=length) for length in lengths]
     engines = [None, *(SimpleNamespace(plan=plan) for plan in plans)]  # one is still loading
-    models: Any = [SimpleNamespace(worker=SimpleNamespace(engine=engine)) for engine in engines]
+    models: Any = [
+        SimpleNamespace(engine_thread=SimpleNamespace(engine=engine)) for engine in engines
+    ]
     assert Middleware(ServerConfig(), Metrics(), models).max_body == bound * 2**20
     assert Middleware(ServerConfig(max_body=7), Metrics(), models).max_body == 7
 

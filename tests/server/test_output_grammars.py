@@ -291,7 +291,7 @@ def test_health_fails_while_the_engine_is_stuck_in_a_step(
     assert httpx.get(live.url + "/health").status_code == 200  # it waits for work
     [model] = live.running.server.models
     opened = threading.Event()
-    model.worker._commands.put(lambda: opened.wait(60))
+    model.engine_thread._commands.put(lambda: opened.wait(60))
     try:
         for path in ("/health", "/ready"):
             assert soon(lambda path=path: httpx.get(live.url + path).status_code == 503)

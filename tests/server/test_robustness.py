@@ -41,7 +41,7 @@ from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.errors import CheckpointError, ComputeError, RequestError
 from dflash_jax.graph import executor
 from dflash_jax.server import app
-from dflash_jax.server.engine_thread import Job, Worker
+from dflash_jax.server.engine_thread import EngineThread, PendingOutput
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.prompt import EncodedPrompt, prepare
 from dflash_jax.server.protocol import GenerationRequest
@@ -366,38 +366,42 @@ def test_an_engine_without_memory_to_restart_ends_the_server_with_the_reason(
     def full(*_: Any, **__: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    async def run() -> Worker:
-        worker = Worker(lambda: engine)
-        await worker.ready.wait()
+    async def run() -> EngineThread:
+        thread = EngineThread(lambda: engine)
+        await thread.ready.wait()
         monkeypatch.setattr(executor, "place_empty_state", full)
         monkeypatch.setattr(engine.core.runner, "step", full)
-        worker.submit(
-            Job([1, 2], SamplingParams(max_tokens=4), 0, lambda _, __, end: ends.append(end))
+        thread.submit(
+            PendingOutput(
+                [1, 2], SamplingParams(max_tokens=4), 0, lambda _, __, end: ends.append(end)
+            )
         )
-        await asyncio.wait_for(worker.ended.wait(), 20)
-        await worker.stop()
-        return worker
+        await asyncio.wait_for(thread.ended.wait(), 20)
+        await thread.stop()
+        return thread
 
-    worker = asyncio.run(run())
-    assert "RESOURCE_EXHAUSTED" in str(worker.error)
+    thread = asyncio.run(run())
+    assert "RESOURCE_EXHAUSTED" in str(thread.error)
     assert isinstance(ends[-1], ComputeError)
 
 
 def test_an_event_loop_that_closed_first_leaves_no_traceback(
     random_tiny: Engine, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def begin() -> Worker:
-        worker, begun = Worker(lambda: twin(random_tiny)), asyncio.Event()
-        await worker.ready.wait()
+    async def begin() -> EngineThread:
+        thread, begun = EngineThread(lambda: twin(random_tiny)), asyncio.Event()
+        await thread.ready.wait()
         params = SamplingParams(max_tokens=400, ignore_eos=True)
-        worker.submit(Job([1, 2], params, 0, lambda *_: begun.set()))
-        worker.submit(Job([1, 2], SamplingParams(structured={"choice": ["a"]}), 1, lambda *_: None))
+        thread.submit(PendingOutput([1, 2], params, 0, lambda *_: begun.set()))
+        thread.submit(
+            PendingOutput([1, 2], SamplingParams(structured={"choice": ["a"]}), 1, lambda *_: None)
+        )
         await begun.wait()
-        return worker
+        return thread
 
-    worker = asyncio.run(begin())  # closes the loop without stopping the worker
-    worker._thread.join(60)
-    assert not worker._thread.is_alive()
+    thread = asyncio.run(begin())  # closes the loop without stopping the thread
+    thread._thread.join(60)
+    assert not thread._thread.is_alive()
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -550,8 +554,8 @@ def test_metrics_have_the_names_that_dashboards_look_for(live: LiveServer) -> No
 def test_a_busy_model_does_not_run_in_the_rows_of_an_idle_one(random_tiny: Engine) -> None:
     rows = random_tiny.plan.rows
     shared = {"engine": random_tiny, "held_tokens": 0}
-    workers = [SimpleNamespace(active=n, **shared) for n in (rows + 2, 0)]
-    models: Any = [SimpleNamespace(name=str(i), worker=w) for i, w in enumerate(workers)]
+    threads = [SimpleNamespace(active=n, **shared) for n in (rows + 2, 0)]
+    models: Any = [SimpleNamespace(name=str(i), engine_thread=w) for i, w in enumerate(threads)]
     lines = Metrics().text(models).decode().splitlines()
     for name, running, waiting in (("0", rows, 2), ("1", 0, 0)):
         assert f'dflash_jax:num_requests_running{{model="{name}"}} {float(running)}' in lines

@@ -67,8 +67,8 @@ def test_what_a_shutdown_cuts_ends_with_an_error_and_not_as_an_answer(slow: Live
     for thread in threads:
         thread.start()
     end = time.monotonic() + 20
-    worker = slow.running.server.models[0].worker
-    while (len(streams) < len(BODIES) or worker.active < 5) and time.monotonic() < end:
+    thread = slow.running.server.models[0].engine_thread
+    while (len(streams) < len(BODIES) or thread.active < 5) and time.monotonic() < end:
         time.sleep(0.01)
     slow.running.stop()
     for thread in threads:
@@ -128,16 +128,16 @@ def test_while_a_request_runs_out_new_ones_read_that_the_server_drains(random_ti
 def test_a_second_signal_ends_streams_at_once_with_an_error(random_tiny: Engine) -> None:
     live = run_server(lambda: twin(random_tiny), ServerConfig(port=0, drain=600))
     body = BODIES[COMPLETIONS] | LONG | {"stream": True}
-    worker = live.running.server.models[0].worker
+    thread = live.running.server.models[0].engine_thread
     release = threading.Event()
-    assert worker.engine is not None
-    advance = worker.engine.advance
+    assert thread.engine is not None
+    advance = thread.engine.advance
 
     def held() -> None:
         advance()
         release.wait(0.1)
 
-    worker.engine.advance = held  # type: ignore[method-assign]
+    thread.engine.advance = held  # type: ignore[method-assign]
     with httpx.stream("POST", live.url + COMPLETIONS, json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)

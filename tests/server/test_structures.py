@@ -44,7 +44,7 @@ def post(live: LiveServer, body: dict[str, Any]) -> httpx.Response:
 @contextlib.contextmanager
 def trying(live: LiveServer) -> Iterator["concurrent.futures.Future[httpx.Response]"]:
     """Yield the future response to a request whose grammar takes longer than the block runs."""
-    threads = live.running.server.models[0].worker._structures
+    threads = live.running.server.models[0].engine_thread._structures
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, live, BOMB)
         assert soon(lambda: threads._num_later["slow"] == 1)
@@ -119,14 +119,14 @@ def test_hostile_structures_get_a_400_and_the_next_request_is_served(
 
 
 def test_a_request_gives_its_place_back_when_its_client_leaves(served: LiveServer) -> None:
-    worker = served.running.server.models[0].worker
+    thread = served.running.server.models[0].engine_thread
     with contextlib.closing(send(served.url, BOMB)):
-        assert soon(lambda: worker._structures._num_later["slow"] == 1)
-        assert worker.active == 1
-    assert soon(lambda: worker.active == 0)
-    assert worker._structures._num_later["slow"] == 1  # the trial continues
+        assert soon(lambda: thread._structures._num_later["slow"] == 1)
+        assert thread.active == 1
+    assert soon(lambda: thread.active == 0)
+    assert thread._structures._num_later["slow"] == 1  # the trial continues
     assert post(served, CHOICE).status_code == 200
-    assert worker.active == 0
+    assert thread.active == 0
 
 
 def test_a_request_ends_with_its_time_though_its_structure_is_not_compiled(
@@ -210,7 +210,7 @@ def test_refused_structures_do_not_count_as_slow_ones() -> None:
 
 
 def test_the_fifth_refused_schema_is_refused_though_others_wait(served: LiveServer) -> None:
-    threads = served.running.server.models[0].worker._structures
+    threads = served.running.server.models[0].engine_thread._structures
     schemas = [
         {"type": "object", "properties": {f"p{i}": LOOKS_AHEAD}} for i in range(MOST_SLOW + 2)
     ]
