@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.engine.result import Piece, Result, RoundTrace, TokenLogprob
-from dflash_jax.engine.state_machine import guards
+from dflash_jax.engine.state_machine import guards, rules
 from dflash_jax.engine.vocabulary import markup_ids
 from dflash_jax.server.protocol import GenerationRequest, new_id
 from dflash_jax.server.repeated_calls import RepeatedCallFilter
@@ -23,8 +23,6 @@ from dflash_jax.tool_parsers.calls import (
 )
 from dflash_jax.tool_parsers.stream import OutputParser
 
-# Rules of recovery that end an output because it repeats itself.
-LOOPS = ("repeat", "runaway", "period", guards.REPEATED_CALLS, guards.TOO_MANY_CALLS)
 # Counters of tokens that recovery leaves out at the end of an answer.
 DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")
 
@@ -363,7 +361,7 @@ class Reply:
         """Return `finish_details`: the exact reason, and token counts by kind."""
         assert self.result is not None
         stats = self.result.stats
-        loop = next((rule for rule in LOOPS if stats.recovery[rule]), None)
+        loop = next((rule for rule in rules.LOOPS if stats.recovery[rule]), None)
         reason = self.result.finish_reason
         if self.ended_by:
             reason = self.ended_by

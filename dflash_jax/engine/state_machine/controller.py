@@ -32,10 +32,9 @@ no token.
                                `--> RETRY (the whole answer again, without drafts) --> DONE
 """
 
-import functools
 from typing import assert_never
 
-from dflash_jax.engine.state_machine import OFF, call_retry, floor, guards, rules, speculation
+from dflash_jax.engine.state_machine import OFF, guards, rules, speculation
 from dflash_jax.engine.state_machine.request_state import (
     CallRetried,
     Cancelled,
@@ -214,54 +213,20 @@ def _end_at_limit(decision: StepDecision, _: Stepped, policy: Policy) -> bool:
 
 
 # What judges each decided token, in this order.
-RULES: tuple[rules.RecoveryRule, ...] = (
-    floor.confirm_call,
-    floor.choose_tool,
-    rules.end_after_loop,
-    rules.close_long_thought,
-    floor.judge_end,
-    _keep,
-    call_retry.watch,
-    rules.count_calls,
-    rules.find_loops,
-    _end_at_limit,
+RULES = (
+    *rules.BEFORE_TOKEN,
+    rules.ListedRule(_keep),
+    *rules.AFTER_TOKEN,
+    rules.ListedRule(_end_at_limit),
 )
 RULES_OFF: tuple[rules.RecoveryRule, ...] = (_end_output, _keep, _end_at_limit)  # without recovery
 
 
 def _rules_of_step(state: State, policy: Policy) -> tuple[rules.RecoveryRule, ...]:
     """Return the rules that judge the tokens of a step, in their order."""
-    recovery = policy.recovery
-    if recovery is OFF:
+    if policy.recovery is OFF:
         return RULES_OFF
-    return _applicable(
-        forces=bool(state.calls),
-        closes=policy.close_at is not None,
-        holds=recovery.call_retry and bool(policy.vocabulary.calls),
-        counts=recovery.counts_calls and bool(policy.vocabulary.tools),
-        loops=recovery.ends_loops,
-    )
-
-
-@functools.cache
-def _applicable(
-    *, forces: bool, closes: bool, holds: bool, counts: bool, loops: bool
-) -> tuple[rules.RecoveryRule, ...]:
-    """Return the rules without those that cannot act now, which would only cost time."""
-    idle: set[rules.RecoveryRule] = set()
-    if not forces:
-        idle |= {floor.confirm_call, floor.choose_tool}
-    if not closes:
-        idle.add(rules.close_long_thought)
-    if not holds:
-        idle.add(call_retry.watch)
-    if not counts:
-        idle.add(rules.count_calls)
-    if not loops:
-        idle.add(rules.find_loops)
-    if not (counts or loops):
-        idle.add(rules.end_after_loop)
-    return tuple(rule for rule in RULES if rule not in idle)
+    return tuple(rule.judge for rule in RULES if rule.applies(state, policy))
 
 
 def _finish_step(decision: StepDecision, policy: Policy) -> tuple[State, Effects]:
