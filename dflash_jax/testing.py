@@ -15,9 +15,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import random_weights
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig, read_json
 from dflash_jax.engine.engine import Engine
-from dflash_jax.families.dflash2 import DFlash2Config
-from dflash_jax.families.domino import DominoConfig
-from dflash_jax.families.dspark import DSparkConfig
+from dflash_jax.families import drafter_kinds
 from dflash_jax.families.gemma4 import Gemma4Config
 from dflash_jax.families.gpt_oss import GptOssConfig
 from dflash_jax.families.qwen3_5 import HybridConfig
@@ -156,19 +154,17 @@ def tiny_gemma(**changes: Any) -> Gemma4Config:
     return dataclasses.replace(config, **changes)
 
 
-# Config class of each kind of tiny drafter, and its fields in addition to the common ones.
-TINY_HEADS: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
-    "dflash": (DrafterConfig, {}),
-    "dflash2": (DFlash2Config, {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 4}),
-    "dspark": (DSparkConfig, {"markov_rank": 8, "confidence_head": True}),
-    "domino": (DominoConfig, {"gru_hidden_dim": 12, "emb_dim": 8, "sample_from_anchor": True}),
+# Fields of tiny drafters that are none of the common ones, by kind; others have their defaults.
+TINY_HEADS: dict[str, dict[str, Any]] = {
+    "dflash2": {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 4},
+    "dspark": {"markov_rank": 8, "confidence_head": True},
+    "domino": {"gru_hidden_dim": 12, "emb_dim": 8, "sample_from_anchor": True},
 }
 
 
 def tiny_drafter(target: TargetConfig, kind: str = "dflash", **changes: Any) -> DrafterConfig:
     """Return a two-layer drafter for a target: a sliding causal layer and a full one."""
-    cls, own = TINY_HEADS[kind]
-    config = cls(
+    config = drafter_kinds()[kind].config(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         num_layers=2,
@@ -182,7 +178,7 @@ def tiny_drafter(target: TargetConfig, kind: str = "dflash", **changes: Any) -> 
         num_target_layers=target.num_layers,
         windows=(12, None),
         causal=(True, False),
-        **own,
+        **TINY_HEADS.get(kind, {}),
     )
     return dataclasses.replace(config, **changes)
 
