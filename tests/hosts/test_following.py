@@ -90,7 +90,7 @@ def test_a_process_that_is_killed_ends_the_other_one_by_name(victim: int) -> Non
     assert running[victim].wait(300) == -signal.SIGKILL
     since = time.monotonic()
     other = ended(running[1 - victim])
-    assert time.monotonic() - since < 30
+    assert time.monotonic() - since < 120
     assert other.code == 1
     assert other.said.startswith(f"dflash-jax: HostError: host {victim} is gone: it ")
     ended(running[victim])

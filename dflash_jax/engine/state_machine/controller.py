@@ -164,7 +164,7 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
     if not decided:
         return state, Effects(fallback=fallback)
     decision = StepDecision(state, len(state.ids), fallback)
-    if policy.recovery.ends_loops:
+    if policy.recovery is not OFF and policy.recovery.ends_loops:
         decision.loops = guards.Guard(state.memory, state.ids, policy.recovery, policy.vocabulary)
     order = _rules_of_step(state, policy)
     if policy.max_tokens <= 0:
