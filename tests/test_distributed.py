@@ -190,7 +190,7 @@ import os, signal, sys, time
 from dflash_jax import distributed
 from dflash_jax.distributed import HostPlace
 index, address, fate = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-place = HostPlace(index, 2, address, wait=20.0 if fate == "missing" else 100.0)
+place = HostPlace(index, 2, address, wait=5.0 if fate == "missing" else 100.0)
 common = {"seed": index if fate == "differs" else 0}
 group = distributed.join(place, common, advice="start again")
 if fate == "killed" and index == 1:
