@@ -5,7 +5,9 @@ chosen by conversation (`calls`). `answers` is in `offline`. Hosts
 that train (`commands`) are placed by `hosts`.
 """
 
+import signal
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,6 +213,7 @@ def _connect(address: str) -> None:
     check_installed()
     import ray
 
+    handler = signal.getsignal(signal.SIGTERM)
     host, colon, port = address.rpartition(":")
     try:
         if colon and "/" not in host:  # Ray itself waits for minutes
@@ -222,6 +225,9 @@ def _connect(address: str) -> None:
             f"--ray {address}: no cluster answers ({reason}); expected HOST:PORT of one that runs,"
             " auto, or local to start one"
         ) from error
+    # Ray's own handlers end the process at once, or abort it after 3 seconds.
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def check_installed() -> None:
