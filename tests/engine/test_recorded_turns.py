@@ -1,5 +1,6 @@
 """Recorded turns run again in another process, with the same work and the same tokens."""
 
+import copy
 import json
 import os
 import stat
@@ -20,6 +21,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.turns.recording import record_turns
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph import Graph
+from dflash_jax.graph.keys import ProgramKey, Step
 
 LONG = [5, 6, 7] * 120
 
@@ -136,6 +138,24 @@ def test_a_recording_runs_again_on_a_new_engine(tiny3: Engine, recorded: Path) -
     assert (replayed.difference, replayed.end) == ("", "the engine was closed")
     assert replayed.requests == 5
     assert replayed.tokens >= 4 * 12
+
+
+def test_programs_that_no_request_asked_for_are_compiled_before_they_run_again(
+    tiny3: Engine, tmp_path: Path
+) -> None:
+    """Once a program sets penalties, each request sets its own, even if it has none."""
+    tiny3.warm_up("penalized")
+    path = tmp_path / "turns.jsonl"
+    engine = twin(tiny3)
+    record_turns(engine, path)
+    engine.generate([1, 2], max_tokens=4)
+    engine.close()
+    assert any("set_logits_state" in line.get("use", ()) for line in lines_of(path))
+    new = twin(tiny3)
+    new.core.runner.compiled = compiled = copy.copy(tiny3.core.runner.compiled)
+    compiled.executables = dict(compiled.executables)
+    del compiled.executables[ProgramKey(Step.SET_LOGITS_STATE)]
+    assert replay(new, TurnRecording(path)).difference == ""
 
 
 def edited(recorded: Path, path: Path, edit: Callable[[list[dict[str, Any]]], object]) -> Path:

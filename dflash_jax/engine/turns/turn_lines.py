@@ -13,9 +13,7 @@ from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.engine.structured.grammars import CallGrammars
 from dflash_jax.engine.turns.turn_events import END_REASONS, CallRetry, End, TurnEvents
 from dflash_jax.engine.turns.turn_recorder import Line
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
-
-WIDE = ProgramKey(Step.PREFILL_WIDE)
+from dflash_jax.graph.keys import Variant
 
 
 def events_of(engine: Engine, line: Line) -> TurnEvents:
@@ -29,8 +27,8 @@ def events_of(engine: Engine, line: Line) -> TurnEvents:
         raise ValueError(f"steps is {steps!r}; expected 1 to {engine.plan.steps_per_call}")
     names = set(line.get("use", ()))
     use = tuple(key for key in engine.core.runner.compiled.programs if str(key) in names)
-    if WIDE in use:
-        engine.warm_up(Variant.CHUNKS)
+    # Those of no variant run for all requests once they are in use.
+    engine.core.runner.compiled.compile_keys(key for key in use if key.variant is None)
     break_even = line.get("break_even")
     return TurnEvents(
         admit=tuple(_admission(engine, fields) for fields in line.get("admit", ())),
