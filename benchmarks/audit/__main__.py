@@ -244,7 +244,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--family", default="", choices=names, metavar="NAME", help=str(names))
     parser.add_argument("--target", default="", help="audit this model: a path or a hub id")
     parser.add_argument("--drafter", default="", help="its drafter")
-    parser.add_argument("--quick-compile", action="store_true", help="compile without optimising")
+    parser.add_argument(
+        "--quick-compile",
+        action="store_true",
+        help="compile without optimising: two programs may then round one sum differently, so a"
+        " difference counts if it is also there without this option",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/audit.json"))
     options = parser.parse_args(arguments)
     if options.write and options.case is None:
