@@ -16,6 +16,7 @@ from dflash_jax.engine.state_machine import OFF, loops
 from dflash_jax.engine.state_machine.controller import Cancelled, Finish
 from dflash_jax.engine.state_machine.output_vocabulary import OutputVocabulary
 from dflash_jax.errors import CheckpointError, ComputeError, PlanError, SnapshotError
+from dflash_jax.families import drafter_kinds
 from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.ngram import NGram
@@ -117,6 +118,23 @@ def test_p1_p3_p26_a_cached_prompt_gives_the_same_output_and_state(warm: Engine)
         assert hit.stats.cached_tokens == (length - 1) // CHUNK * CHUNK
         assert hit.token_ids == long.token_ids
         assert hit.stats.acceptance_lengths == long.stats.acceptance_lengths
+
+
+@pytest.mark.sample("dspark")
+@pytest.mark.parametrize("kind", sorted(drafter_kinds()))
+def test_every_kind_drafts_the_same_after_a_hit(kind: str) -> None:
+    """Where only the target's caches come back, drafts and acceptance get worse unnoticed."""
+    drafter = tiny_drafter(SLIDING, kind, target_layer_ids=(0,))
+    sizes = {"max_length": 96, "chunk": CHUNK, "prefix_cache": BUDGET}
+    engine = random_engine(SLIDING, drafter, Plan(rows=1, block=8, report_drafts=True, **sizes))
+    prompt = text(5 * CHUNK + 3, seed=4)
+    wanted = fresh(engine, prompt, trace=True)
+    engine.generate(prompt, max_tokens=1)
+    hit = engine.generate(prompt, max_tokens=16, trace=True)
+    assert hit.stats.cached_tokens == 5 * CHUNK
+    assert sum(turn.proposed for turn in wanted.trace) > 20
+    assert [turn.drafts for turn in hit.trace] == [turn.drafts for turn in wanted.trace]
+    assert hit.stats.acceptance_lengths == wanted.stats.acceptance_lengths
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""The bodies of the table of attacks, twice, against a server in a process of its own."""
+"""The bodies of the table of attacks, again and again, on a server in a process of its own."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,8 @@ from benchmarks.audit.attacks import OTHERS, Row, Target, attacked, attacks, tar
 from benchmarks.processes import memory_mb
 
 BEYOND_IDLE = 1.0  # seconds that a neighbour may wait longer than while nothing else happens
-GROWTH = 1.05  # of resident memory, from the end of the first round to that of the second
+ROUNDS = 5  # at most
+GROWTH = 1.05  # of resident memory over the rounds before; the first ones leave gaps in the heap
 SETTLED_S = 15  # in which memory is given back
 ASK = {"prompt": "Hello", "max_tokens": 16, "return_token_ids": True}
 
@@ -44,8 +45,8 @@ def test_no_request_kills_freezes_or_swells_a_server(
         before = answer()
         quiet = attacked(target, "nothing", OTHERS["nothing"])
         table = {name: act for name, act in attacks(target.size) if name not in OTHERS}
-        settled = []
-        for _ in range(2):
+        settled: list[float] = []
+        for _ in range(ROUNDS):
             rows = [attacked(target, name, act) for name, act in table.items()]
             # A pause that does not come again is that of a busy machine.
             again = [
@@ -55,5 +56,8 @@ def test_no_request_kills_freezes_or_swells_a_server(
             assert not bad, "\n".join(map(str, bad))
             assert target.process.poll() is None
             assert answer() == before
+            most = max(settled, default=0.0)
             settled.append(min(sampled(target)))
-        assert settled[1] < GROWTH * settled[0], settled
+            if settled[-1] < GROWTH * most:
+                return
+        raise AssertionError(f"memory grows in every round: {settled} MB")
