@@ -282,15 +282,21 @@ def write(
     (place / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray | LazyArray]) -> None:
+def write_arrays(
+    folder: Path, arrays: Mapping[Keys, np.ndarray | LazyArray], *, to_the_end: bool = False
+) -> None:
     """Write arrays with orbax, one at a time.
 
     Of several processes of JAX, only the one that calls this takes part. Ctrl-C takes effect
     between two arrays: orbax cannot be stopped, and its threads would continue in the background.
     orbax runs in a thread without an event loop, unlike a notebook's.
+
+    Args:
+      to_the_end: whether Ctrl-C takes effect after the last array only.
     """
     with uninterrupted() as arrived, ThreadPoolExecutor(1, "checkpoint") as pool:
-        pool.submit(_save, folder, arrays, arrived).result()
+        signals: Sequence[int] = () if to_the_end else arrived
+        pool.submit(_save, folder, arrays, signals).result()
 
 
 def stored_files(folder: Path) -> dict[str, dict[str, int]]:
@@ -308,6 +314,7 @@ def stored_files(folder: Path) -> dict[str, dict[str, int]]:
 def _save(
     folder: Path, arrays: Mapping[Keys, np.ndarray | LazyArray], arrived: Sequence[int]
 ) -> None:
+    """Write arrays, and stop with InterruptedError once a signal has `arrived`."""
     import orbax.checkpoint as ocp
 
     alone = _this_process()

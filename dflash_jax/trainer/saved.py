@@ -30,6 +30,8 @@ ABOUT = "about.json"
 def save(folder: Path, step: int, state: State, identity: str) -> None:
     """Save the state after a step and remove all but the newest two.
 
+    A signal that arrives meanwhile takes effect when the state is saved.
+
     Raises:
       CheckpointError: the state could not be written; earlier ones stay.
     """
@@ -51,7 +53,7 @@ def _write(folder: Path, step: int, state: Any, identity: str) -> None:
     size = sum(array.nbytes for array in arrays.values())
     with new_path(folder / str(step), overwrite=False, needed=size) as place:
         place.mkdir()
-        checkpoint.write_arrays(place / ARRAYS, arrays)
+        checkpoint.write_arrays(place / ARRAYS, arrays, to_the_end=True)
         files = checkpoint.stored_files(place / ARRAYS)
         write_json(place / ABOUT, {"crc32": _sum(identity, files), "state": [identity, files]})
     for old in _steps(folder)[:-KEPT]:

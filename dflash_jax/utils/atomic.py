@@ -149,7 +149,7 @@ def _explained(error: OSError, path: Path) -> CheckpointError:
             f"{path} needs a larger file than may be written there, and nothing was left; raise the"
             " limit (ulimit -f), or choose another file system"
         )
-    return CheckpointError(f"{path} cannot be written ({error.strerror}); check the place")
+    return CheckpointError(f"{path} cannot be written ({error.strerror or error}); check the place")
 
 
 class Partial:

@@ -8,6 +8,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -16,6 +18,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from dflash_jax import checkpoint
 from dflash_jax.errors import CheckpointError, ComputeError
 from dflash_jax.trainer import saved
 from dflash_jax.trainer.files import remove
@@ -119,6 +122,21 @@ def test_a_signal_during_the_last_save_is_not_lost(tmp_path, monkeypatch):
     assert fit(run(tmp_path), start(), advance)["n"] == 9
 
 
+def test_a_signal_while_arrays_are_written_takes_effect_after_them(tmp_path, monkeypatch):
+    lazy = checkpoint._lazy
+
+    def interrupted(array):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.1)
+        monkeypatch.setattr(checkpoint, "_lazy", lazy)
+        return lazy(array)
+
+    monkeypatch.setattr(checkpoint, "_lazy", interrupted)
+    with pytest.raises(TrainingStopped, match=r"step 4 of 9; state saved"):
+        fit(run(tmp_path), start(), advance)
+    assert [path.name for path in run(tmp_path).path.iterdir()] == ["4"]
+
+
 def test_a_finished_run_is_not_run_again(tmp_path):
     fit(run(tmp_path), start(), advance)
 
@@ -174,6 +192,8 @@ def test_no_flipped_bit_of_a_state_is_restored(tmp_path, capfd):
 
 KILLED = """
 import sys
+import threading
+import time
 from pathlib import Path
 import jax, jax.numpy as jnp
 from dflash_jax.trainer.loop import fit
