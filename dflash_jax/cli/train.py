@@ -48,6 +48,12 @@ def add_command(commands: Any) -> None:
         help="change a setting of the preset: kind=dflash2, steps=900, loss=kl, weights=dpace ...",
     )
     command.add_argument(
+        "--budget",
+        metavar="TIME",
+        help="time that the run may take, such as 3h or 90min, answers included: as many of the"
+        " preset's steps are made as fit in it (the same as --set budget=TIME)",
+    )
+    command.add_argument(
         "--mask-id", type=int, help="id of the mask token, if it cannot be detected"
     )
     command.add_argument(
@@ -104,10 +110,12 @@ def run(options: argparse.Namespace) -> int:
     shared.use_compilation_cache()
     from dflash_jax.distributed import STOPPED
     from dflash_jax.trainer.evaluate import summary
-    from dflash_jax.trainer.loop import TrainingStopped
+    from dflash_jax.trainer.loop import PICTURE, TrainingStopped
     from dflash_jax.trainer.recipes import recipe
     from dflash_jax.trainer.training_hosts import ADVICE
 
+    if options.budget:
+        options.settings.append(f"budget={options.budget}")
     chosen = recipe(options.preset, options.settings)
     started = time.monotonic()
     if options.ray and options.hosts > 1 and options.host is None:
@@ -120,12 +128,12 @@ def run(options: argparse.Namespace) -> int:
         return STOPPED
     if options.host or options.only_answers:
         return 0
-    plotted = draw(options.out)
+    picture = options.out / PICTURE
     if options.json:
         outcome: dict[str, Any] = {
             "drafter": str(trained.drafter),
             "results": trained.results,
-            "plot": plotted,
+            "plot": str(picture) if picture.is_file() else None,
             # Seconds of this call only, also if it continued a run.
             "seconds": round(time.monotonic() - started, 1),
         }
@@ -134,8 +142,7 @@ def run(options: argparse.Namespace) -> int:
     for kind, row in trained.results.items():
         if isinstance(row, dict):
             print(f"{kind}: {summary(row)}")
-    curves = f", curves to {plotted}" if plotted else ""
-    print(f"written to {trained.drafter}{curves}")
+    print(f"written to {trained.drafter}, its curves to {picture}")
     return 0
 
 
@@ -273,19 +280,6 @@ def absolute(source: str) -> str:
     """Return a source, as an absolute path if it is one."""
     path = Path(source).expanduser()
     return str(path.absolute()) if path.exists() else source
-
-
-def draw(out: Path) -> str | None:
-    """Draw the curves of a run, and return the path; None without matplotlib or a log."""
-    try:
-        from dflash_jax.trainer.loop import plot_log
-
-        return str(plot_log(out / "log.jsonl", out / "curves.png"))
-    except ImportError:
-        return None
-    except (OSError, ValueError, LookupError) as error:
-        print(f"dflash-jax: no curves were drawn ({error})", file=sys.stderr)
-        return None
 
 
 @contextlib.contextmanager

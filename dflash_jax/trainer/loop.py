@@ -17,20 +17,24 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import distributed
 from dflash_jax.errors import ComputeError
-from dflash_jax.trainer import saved
+from dflash_jax.trainer import picture, saved
 from dflash_jax.trainer.files import saved_as
-from dflash_jax.utils.progress import time_left
+from dflash_jax.utils.progress import duration, time_left
 
 State = TypeVar("State")
 Metrics = Mapping[str, jax.Array | float]
 HELD_OUT = "held_out"  # tokens per round of held-out prompts, among the metrics
+SIMULATED = "simulated"  # tokens per round at random places of a batch, among the metrics
 WINDOW = 20  # steps between two progress lines
 BOUNDS = ("_low", "_high")  # ends of names of metrics that bound another one
-SMOOTH = 40  # maximum steps of the moving mean of a plot
+PICTURE = "run.svg"  # beside the log
+DRAWN_S = 5.0  # seconds between two pictures
+LONG = 100  # steps of a run whose time is told before it begins
 
 
 class TrainingStopped(Exception):
@@ -71,7 +75,7 @@ class TrainingRun:
       path: folder of the saved states.
       identity: everything that the result depends on; saved states of another identity are
         rejected.
-      log: file for the metrics, one JSON object per step.
+      log: file for the metrics, one JSON object per step; `PICTURE` beside it has their curves.
       batch: describes the batch of a step in error messages.
       measured: returns further metrics of the state after a number of steps.
       on_step: called with each line of the log, in order.
@@ -95,12 +99,13 @@ class Watch:
     Attributes:
       on_progress: called with lines.
       on_step: called with the number and the metrics of each step, in order.
-      held_out: returns metrics of held-out prompts by the parameters of a drafter.
+      held_out: returns metrics of held-out prompts by the parameters of a drafter after a number
+        of steps.
     """
 
     on_progress: Callable[[str], Any]
     on_step: Callable[[dict[str, Any]], Any] = lambda metrics: None
-    held_out: Callable[[Any], dict[str, float]] | None = None
+    held_out: Callable[[Any, int], dict[str, float]] | None = None
 
     def __call__(self, line: str) -> None:
         """Report a line."""
@@ -132,8 +137,12 @@ def fit(
       CheckpointError: the saved state belongs to another run, or the disk is full.
     """
     first, state = saved.newest(run.path, state, run.identity)
-    window = MetricsWindow(run, first)
     group = distributed.current()
+    if run.steps - first >= LONG:
+        seconds = seconds_of_step(advance, state, first)
+        whole = duration(seconds * (run.steps - first))
+        report(f"{run.steps - first:,} steps of about {seconds:.2f} s: {whole}")
+    window = MetricsWindow(run, first)
     with stop_flag() as flag:
         for step in range(first, run.steps):
             state, metrics = advance(state, step)
@@ -155,17 +164,33 @@ def fit(
     return state
 
 
+def seconds_of_step(
+    advance: Callable[[State, int], tuple[State, Metrics]], state: State, step: int
+) -> float:
+    """Return the time of a step, by two whose results are not used; the first one compiles."""
+    seconds = 0.0
+    for _ in range(2):
+        begun = time.monotonic()
+        _, metrics = advance(jax.tree.map(jnp.copy, state), step)
+        jax.block_until_ready(metrics)
+        seconds = time.monotonic() - begun
+    return seconds
+
+
 class MetricsWindow:
-    """Metrics of the steps since the last progress line: checked, logged and averaged."""
+    """Metrics of the steps since the last progress line: checked, logged, averaged and drawn."""
 
     def __init__(self, run: TrainingRun, first: int):
         self._run = run
         self._step = first
         self._seen: list[Metrics] = []
         self._since = time.monotonic()
+        self._drawn = -DRAWN_S
+        self._lines: list[dict[str, Any]] = []  # of the log
         if run.log is not None:
             run.log.parent.mkdir(parents=True, exist_ok=True)
             cut_log(run.log, first)
+            self._lines = read_log(run.log)
 
     def add(self, metrics: Metrics) -> None:
         """Add the metrics of one step without waiting for them."""
@@ -185,8 +210,10 @@ class MetricsWindow:
         now = time.monotonic()
         pace = (now - self._since) / max(len(seen), 1)
         lines = [{"step": n + 1, **m, "seconds": round(pace, 4)} for n, m in enumerate(seen, first)]
+        self._lines += lines
         if self._run.log is not None:
             append_lines(self._run.log, [json.dumps(line) for line in lines])
+            self._draw(self._run.log.with_name(PICTURE), now)
         for line in lines:
             self._run.on_step(line)
         self._seen = []
@@ -196,7 +223,26 @@ class MetricsWindow:
         means = {name: np.mean([m[name] for m in seen if name in m]) for name in names}
         remaining = self._run.steps - self._step
         left = f", {time_left(pace * remaining)}" if remaining else ""
-        return "  ".join(f"{k} {v:.3f}" for k, v in means.items()) + f"  {pace:.2f} s/step{left}"
+        shown = [f"{name} {value:.3f}" for name, value in means.items()]
+        if curve := picture.bars(self._lines, SIMULATED):
+            shown = [f"{x} {curve}" if x.startswith(f"{SIMULATED} ") else x for x in shown]
+        return "  ".join(shown) + f"  {pace:.2f} s/step{left}"
+
+    def _draw(self, path: Path, now: float) -> None:
+        """Draw the curves, unless they were drawn a short while ago.
+
+        Raises:
+          CheckpointError: the picture cannot be written.
+        """
+        ends = self._step + len(self._seen) == self._run.steps
+        if now - self._drawn < DRAWN_S and not ends:
+            return
+        self._drawn = now
+        try:
+            with saved_as(path) as partial:
+                partial.write_text(picture.picture(self._lines, self._run.steps), "utf-8")
+        except OSError as error:
+            raise saved.full(path, error) from error
 
     def _explanation(self, number: int, metrics: dict[str, float]) -> str:
         run = self._run
@@ -217,44 +263,15 @@ def cut_log(path: Path, steps: int) -> None:
             partial.write_text("".join(lines), encoding="utf-8")
 
 
-def plot_log(log: Path, out: Path) -> Path:
-    """Plot loss and acceptance length by step from a log, also held out if measured; return `out`.
-
-    Raises:
-      ImportError: matplotlib is missing, the extra `plot`.
-    """
-    from matplotlib.figure import Figure
-
-    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    steps = np.asarray([line["step"] for line in lines])
-    measured = [line for line in lines if HELD_OUT in line]
-    columns = 3 if measured else 2
-    figure = Figure(figsize=(4.5 * columns, 3.4), layout="constrained")
-    titles = {"loss": "loss", "simulated": "simulated acceptance length (tau)"}
-    axes = figure.subplots(1, columns)
-    if measured:
-        _plot_held_out(axes[2], measured)
-    for axis, name in zip(axes, titles, strict=False):
-        values = np.asarray([line[name] for line in lines])
-        width = max(1, min(SMOOTH, len(values) // 10))
-        mean = np.convolve(values, np.full(width, 1 / width), "valid")
-        axis.plot(steps, values, color="0.8", linewidth=0.8)
-        axis.plot(steps[width - 1 :], mean, color="tab:blue")
-        axis.set(xlabel="step", title=titles[name])
-        axis.grid(alpha=0.3)
-    figure.savefig(out, dpi=120)
-    return out
-
-
-def _plot_held_out(axis: Any, lines: list[dict[str, Any]]) -> None:
-    """Draw the acceptance length of held-out prompts with its interval."""
-    steps = [line["step"] for line in lines]
-    low = [line.get(f"{HELD_OUT}_low", line[HELD_OUT]) for line in lines]
-    high = [line.get(f"{HELD_OUT}_high", line[HELD_OUT]) for line in lines]
-    axis.plot(steps, [line[HELD_OUT] for line in lines], marker="o", color="tab:orange")
-    axis.fill_between(steps, low, high, alpha=0.2, color="tab:orange")
-    axis.set(xlabel="step", title="acceptance length of held-out prompts")
-    axis.grid(alpha=0.3)
+def read_log(log: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a log's steps, without lines that are damaged; none without a log."""
+    if not log.is_file():
+        return []
+    lines = []
+    for text in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
 def append_lines(path: Path, lines: list[str]) -> None:

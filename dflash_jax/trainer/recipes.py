@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import MISSING
@@ -52,7 +53,7 @@ LARGEST = 2**31 - 1  # int32
 LATER: dict[str, Any] = {  # settings of later versions, and their defaults
     "confidence_head": True, "mixture": (), "follow_ups": 0.0, "greedy_share": 0.0,
     "long_share": 0.0, "long_tokens": 512, "drafter_dtype": "same", "sample_from_anchor": True,
-    "chained": 0.0, "average": 0.0, "frozen_backbone": False, "measure_every": 0,
+    "chained": 0.0, "average": 0.0, "frozen_backbone": False, "measure_every": 0, "budget": 0.0,
 }  # fmt: skip
 
 
@@ -95,6 +96,19 @@ def buckets(text: str) -> tuple[Bucket, ...]:
 def words(text: str) -> tuple[str, ...]:
     """Return texts with commas between them."""
     return tuple(part.strip().lower() for part in text.split(","))
+
+
+def hours(text: str) -> float:
+    """Return the hours in a text like 3h, 90min or 1.5.
+
+    Raises:
+      ValueError: it is written in another way.
+    """
+    written = re.fullmatch(r"([\d.]+)\s*(h|min|)", text.strip().lower())
+    if written is None:
+        raise ValueError(text)
+    number, unit = written.groups()
+    return float(number) / (60 if unit == "min" else 1)
 
 
 def place_of_features(text: str) -> str:
@@ -207,6 +221,12 @@ class Recipe(Declared):
         maximum=0.999999,
     )
     schedule: Schedule
+    budget: float = declare(
+        0.0,
+        "hours that the run may take, such as 3h or 90min: as many of its steps are made as fit in"
+        " what answers leave, at least a quarter of it; 0 for no limit",
+        maximum=1e4, expected="a time like 3h or 90min", reader=hours,
+    )
     anchors: int = whole(
         MISSING,
         "blocks per row of the first bucket; longer rows have proportionally more. 0 starts a"
@@ -292,8 +312,8 @@ class Recipe(Declared):
     held_out_tokens: int = whole(128, "most tokens of their answers")
     measure_every: int = whole(
         0,
-        "steps between measurements of held-out prompts, 32 at most, by decoding; 0 to measure at"
-        " the end alone",
+        "steps between measurements of held-out prompts, 32 at most, by decoding, of which the best"
+        " drafter is kept; 0 to measure the last one alone",
         least=0,
     )
     devices: int = whole(

@@ -6,12 +6,13 @@ resumes an interrupted run.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -23,13 +24,14 @@ from dflash_jax.trainer import data, evaluate, objective, regenerate
 from dflash_jax.trainer import rows as packing
 from dflash_jax.trainer.data import Usage
 from dflash_jax.trainer.files import saved_as, sound, unless_refused, write_json
-from dflash_jax.trainer.loop import Watch
+from dflash_jax.trainer.loop import HELD_OUT, Watch
 from dflash_jax.trainer.recipes import CACHE, Recipe
 from dflash_jax.trainer.rows import TokenRows
 from dflash_jax.trainer.setup import PARAMS, RUN, BegunRun, begin, check_ids
 from dflash_jax.trainer.sources import TrainingData
 from dflash_jax.trainer.trained import TrainedDrafter, write_drafter, write_params
 from dflash_jax.trainer.training import (
+    Fitted,
     Placement,
     Report,
     cached_features,
@@ -37,6 +39,9 @@ from dflash_jax.trainer.training import (
     fit,
     make_batches,
 )
+
+if TYPE_CHECKING:
+    from dflash_jax.trainer.curve import BestDrafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +146,13 @@ def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Out
             rows = packing.load(out / "rows.npz")
         mask = 0 if begun.config is None else begun.config.mask_token_id
         with explained_out_of_memory():
+            watch, best = watched(begun)
             trained = fit(
-                model, recipe, mask, rows, out, identity=begun.identity, report=watched(begun),
-                start=begun.own or begun.params,
+                model, recipe, mask, rows, out, identity=begun.identity, report=watch,
+                start=begun.own or begun.params, since=begun.since,
             )  # fmt: skip
         if group.first:
-            write_trained(begun, trained.params)
+            write_best(begun, trained, best)
     if not group.first:
         return Outcome(out / "drafter", {})
     asked, _ = begun.held_out()
@@ -157,27 +163,44 @@ def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Out
     return Outcome(out / "drafter", results, own)
 
 
-def watched(begun: BegunRun) -> Watch:
-    """Return those who watch a run, with the held-out prompts if the recipe measures them.
+def watched(begun: BegunRun) -> tuple[Watch, "BestDrafter | None"]:
+    """Return those who watch a run, and the best drafter if the recipe measures held-out prompts.
 
     Several hosts would wait for the one that decodes: they measure at the end alone.
     """
+    from dflash_jax.trainer.curve import BestDrafter, HeldOut
+
     watch = Watch.of(begun.report)
     recipe = begun.recipe
     entries, _ = begun.held_out()
     if not recipe.measure_every or not entries or distributed.current().size > 1:
-        return watch
-    from dflash_jax.trainer.curve import HeldOut
-
+        return watch, None
     drafter = TrainedDrafter(begun.config, {}, {}, begun.model)
     if begun.own is not None:
         drafter = dataclasses.replace(drafter, module=begun.own.module, block=recipe.block)
-    return dataclasses.replace(watch, held_out=HeldOut(drafter, entries, recipe))
+    write = functools.partial(write_trained, begun)
+    best = BestDrafter(begun.out, HeldOut(drafter, entries, recipe), write)
+    return dataclasses.replace(watch, held_out=best), best
 
 
-def write_trained(begun: BegunRun, params: Any) -> None:
-    """Write the trained drafter into the run's folder."""
+def write_best(begun: BegunRun, trained: Fitted, best: "BestDrafter | None") -> None:
+    """Write the drafter of the run: the best one that was measured, the last one without any."""
     folder = begun.out / "drafter"
+    kept = best.kept() if best else {}
+    if best and kept and kept["step"] < trained.steps:
+        begun.report(
+            f"the drafter after step {kept['step']} of {trained.steps} accepted most of the"
+            f" held-out prompts, {kept[HELD_OUT]:.3f}; it is the result"
+        )
+        best.move_to(folder)
+        return
+    write_trained(begun, folder, trained.params)
+    if best:
+        best.forget()
+
+
+def write_trained(begun: BegunRun, folder: Path, params: Any) -> None:
+    """Write a drafter with the parameters into a folder."""
     if begun.config is not None:
         write_drafter(folder, begun.config, params)
         return

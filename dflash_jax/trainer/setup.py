@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class BegunRun:
       params: parameters of the drafter to start from, if there is one.
       identity: everything that the result depends on.
       own: the drafter to start from, if it is a module of one's own.
+      since: when the call began, by `time.monotonic`.
     """
 
     target: str | TargetModel
@@ -73,6 +75,7 @@ class BegunRun:
     params: dict[str, Any] | None
     identity: str
     own: TrainedDrafter | None = None
+    since: float = 0.0
 
     @property
     def pair(self) -> Pair:
@@ -113,6 +116,7 @@ def begin(
     The target writes user turns if the source asks for them. Of several hosts, host 0 does this,
     and the others follow.
     """
+    since = time.monotonic()
     group = distributed.current()
     if not group.first:
         return follow(target, out, recipe, report, start, group)
@@ -166,7 +170,7 @@ def begin(
     identity = json.dumps(about, sort_keys=True)
     every = with_self_written(out, model, given_data, recipe, report)
     group.exchange("begun", about)
-    return BegunRun(target, out, recipe, report, model, config, every, params, identity, own)
+    return BegunRun(target, out, recipe, report, model, config, every, params, identity, own, since)
 
 
 def check_own(own: TrainedDrafter, model: TargetModel, recipe: Recipe, mask_id: int | None) -> None:

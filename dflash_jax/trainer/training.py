@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import hashlib
+import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +33,16 @@ from dflash_jax.trainer import (
     own_modules,
 )
 from dflash_jax.trainer.feature_store import FeatureOrigin, FeatureStore, weights_digest
+from dflash_jax.trainer.files import saved_as, sound, write_json
 from dflash_jax.trainer.recipes import CACHE, LAYERS, ONLINE, Recipe, new_drafter
 from dflash_jax.trainer.rows import Batches, TokenRows
 from dflash_jax.trainer.target import TrainState
 from dflash_jax.trainer.trained import TrainedDrafter, pair_of
+from dflash_jax.utils.progress import duration
 
 Report = Callable[[str], None]
+STEPS = "steps.json"  # in a run's folder, the steps that fit in its budget
+LEAST_SHARE = 0.25  # of a budget that is for steps, however long answers took
 ROUNDED = 16  # blocks of a row are a multiple of it if all positions start one
 
 
@@ -178,11 +184,13 @@ class Fitted:
       config: a `DrafterConfig`; None of a module of one's own.
       last: its parameters after the last step, on the host.
       average: their average over steps, if the recipe keeps one.
+      steps: number of steps.
     """
 
     config: Any
     last: dict[str, Any]
     average: dict[str, Any] | None
+    steps: int = 0
 
     @property
     def params(self) -> dict[str, Any]:
@@ -200,6 +208,7 @@ def fit(
     identity: str,
     report: Report,
     start: dict[str, Any] | TrainedDrafter | None = None,
+    since: float | None = None,
 ) -> Fitted:
     """Train a drafter on rows; state, log and feature cache are kept in `out`.
 
@@ -211,6 +220,7 @@ def fit(
       identity: see `loop.TrainingRun`.
       report: called with progress lines.
       start: initial parameters, or a module of one's own, which has no mask; fresh by default.
+      since: time (`time.monotonic`) from which the recipe's budget counts; now by default.
 
     Raises:
       ConfigError: no block can start in the rows, or devices are missing.
@@ -226,27 +236,37 @@ def fit(
     place = Placement(recipe.devices, model.mesh)
     store = feature_store(out, pair, model, recipe)
     cache = cached_features(store, pair, model, recipe, batches, report)
-    maker = maker_of(recipe, own=own is not None)
     counts = block_counts(recipe, used, batches.rows)
     first, fixed = first_params(pair, recipe, model, rows, report, start)
     group.agree("the digest of all weights", digest((first, model.params, fixed), group))
     frozen = place.frozen(model) | place.replicated(fixed)
-    average = jax.tree.map(jnp.copy, first) if recipe.average else None
-    begun = TrainState(params=first, optimizer=maker.init(first), average=average)
-    state = place.split(begun, pair)
-    after = jax.tree.map(lambda x: x.sharding, state), place.everywhere
-    step = drafter.step(pair, recipe, maker)
-    program = jit(step, donate=(0,), static_argnums=(5,), out_shardings=after)
 
-    def advance(state: TrainState, number: int) -> Any:
-        i, chosen = batches.chosen(number)
-        batch = batches.rows[i]
-        chosen = np.split(chosen, group.size)[group.index]
-        inputs = (batch.tokens[chosen], batch.wanted[chosen])
-        cached = cache.at(i, chosen) if cache else None
-        inputs, cached = place.by_row((inputs, cached))
-        return program(state, frozen, inputs, cached, np.int32(number), counts[i])
+    def prepared(recipe: Recipe) -> tuple[TrainState, Callable[[TrainState, int], Any]]:
+        """Return the first state and the function that makes a step."""
+        maker = maker_of(recipe, own=own is not None)
+        average = jax.tree.map(jnp.copy, first) if recipe.average else None
+        begun = TrainState(params=first, optimizer=maker.init(first), average=average)
+        state = place.split(begun, pair)
+        after = jax.tree.map(lambda x: x.sharding, state), place.everywhere
+        step = drafter.step(pair, recipe, maker)
+        program = jit(step, donate=(0,), static_argnums=(5,), out_shardings=after)
 
+        def advance(state: TrainState, number: int) -> Any:
+            i, chosen = batches.chosen(number)
+            batch = batches.rows[i]
+            chosen = np.split(chosen, group.size)[group.index]
+            inputs = (batch.tokens[chosen], batch.wanted[chosen])
+            cached = cache.at(i, chosen) if cache else None
+            inputs, cached = place.by_row((inputs, cached))
+            return program(state, frozen, inputs, cached, np.int32(number), counts[i])
+
+        return state, advance
+
+    state, advance = prepared(recipe)
+    if recipe.budget:
+        seconds = functools.partial(loop.seconds_of_step, advance, state, 0)
+        recipe = within_budget(recipe, out, since, seconds, report)
+        state, advance = prepared(recipe)
     run = loop.TrainingRun(
         path=out / "state",
         steps=recipe.schedule.steps,
@@ -259,7 +279,37 @@ def fit(
         on_step=watch.on_step,
     )
     final = loop.fit(run, state, advance, report=report)
-    return fitted(config, final, fixed.get(drafter.FIXED, {}))
+    return fitted(config, final, fixed.get(drafter.FIXED, {}), run.steps)
+
+
+def within_budget(
+    recipe: Recipe, out: Path, since: float | None, seconds: Callable[[], float], report: Report
+) -> Recipe:
+    """Return the recipe with as many steps as fit in its budget, decided once into `STEPS`.
+
+    Args:
+      since: see `fit`.
+      seconds: returns the time of a step.
+    """
+    group = distributed.current()
+    path = out / STEPS
+    decided = 0
+    if group.first and path.is_file():
+        with sound(path):
+            decided = int(json.loads(path.read_text(encoding="utf-8"))["steps"])
+    steps = group.exchange("the decided steps", decided)[0]
+    if not steps:
+        each = group.exchange("the time of a step", seconds())[0]
+        passed = time.monotonic() - since if since is not None else 0.0
+        left = 3600 * max(recipe.budget - passed / 3600, recipe.budget * LEAST_SHARE)
+        fitting = group.exchange("steps", max(int(left / each), 1))[0]
+        steps = min(fitting, recipe.schedule.steps)
+        report(f"{steps:,} of {recipe.schedule.steps:,} steps fit in {duration(left)}")
+        if group.first:
+            with saved_as(path) as partial:
+                write_json(partial, {"steps": steps, "seconds": round(each, 4)})
+    schedule = dataclasses.replace(recipe.schedule, steps=steps)
+    return dataclasses.replace(recipe, schedule=schedule)
 
 
 def described(batches: Batches, number: int) -> str:
@@ -271,12 +321,17 @@ def described(batches: Batches, number: int) -> str:
 def measuring(
     recipe: Recipe, watch: loop.Watch, fixed: dict[str, Any]
 ) -> Callable[[TrainState, int], dict[str, float]]:
-    """Return the function that measures held-out prompts every `recipe.measure_every` steps."""
+    """Return the function that measures held-out prompts every `recipe.measure_every` steps.
+
+    The last step is measured as well, so that the best one is known.
+    """
+    steps = recipe.schedule.steps
 
     def measured(state: TrainState, done: int) -> dict[str, float]:
-        if watch.held_out is None or done % recipe.measure_every:
+        due = recipe.measure_every and (done % recipe.measure_every == 0 or done == steps)
+        if watch.held_out is None or not due:
             return {}
-        return watch.held_out(fitted(None, state, fixed.get(drafter.FIXED, {})).params)
+        return watch.held_out(fitted(None, state, fixed.get(drafter.FIXED, {}), done).params, done)
 
     return measured
 
@@ -296,12 +351,13 @@ def maker_of(recipe: Recipe, *, own: bool) -> optax.GradientTransformation:
     )
 
 
-def fitted(config: Any, state: TrainState, fixed: dict[str, Any]) -> Fitted:
-    """Return a trained drafter from its last state and the parameters that were not trained."""
+def fitted(config: Any, state: TrainState, fixed: dict[str, Any], steps: int) -> Fitted:
+    """Return a drafter from its state after some steps and the parameters that are not trained."""
     last = jax.device_get(drafter.joined(state.params, fixed))
-    if state.average is None:
-        return Fitted(config, last, None)
-    return Fitted(config, last, jax.device_get(drafter.joined(state.average, fixed)))
+    average = None
+    if state.average is not None:
+        average = jax.device_get(drafter.joined(state.average, fixed))
+    return Fitted(config, last, average, steps)
 
 
 def first_params(

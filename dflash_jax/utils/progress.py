@@ -152,10 +152,15 @@ class _Line:
 
 def time_left(seconds: float) -> str:
     """Return a duration as "40 s left", "12 min left" or "3 h 20 min left"."""
+    return f"{duration(seconds)} left"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as "40 s", "12 min" or "3 h 20 min"."""
     if seconds < 90:
-        return f"{seconds:.0f} s left"
+        return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min left" if minutes >= 90 else f"{minutes} min left"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 90 else f"{minutes} min"
 
 
 class ShownCount:

@@ -1,6 +1,7 @@
 """`dj.train` for targets and drafters of a user: trained by the members that decode."""
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError
 from dflash_jax.trainer import blocks, drafter, objective, own_modules
+from dflash_jax.trainer.curve import HeldOut
 from dflash_jax.trainer.features import target_features
 from dflash_jax.trainer.optimizer import of_two_axes
 from tests.graph.own_modules import VOCAB, WIDTH, Bigram, Heads, Own
@@ -71,6 +73,32 @@ def test_modules_of_nnx_are_trained_in_one_call_and_draft_better_without_changin
     assert assert_lossless(engine) > max(before, 2)
     nnx.update(heads, trained.params)
     assert (heads.heads[2].kernel[...] == trained.params["heads"][2]["kernel"]).all()
+
+
+@pytest.mark.sample("1")
+@pytest.mark.parametrize(
+    ("lengths", "best"), [((1.0, 3.0, 2.0), 1), ((1.0, 2.0, 2.0), 2)], ids=["1", "2"]
+)
+def test_the_drafter_that_accepted_most_is_the_result(
+    lengths: tuple[float, ...],
+    best: int,
+    engine: dj.Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def measured(self: HeldOut, params: Any) -> dict[str, float]:
+        seen.append(params)
+        return {"held_out": lengths[len(seen) - 1]}
+
+    monkeypatch.setattr(HeldOut, "__call__", measured)
+    recipe = dj.recipe("smoke", [*SETTINGS, "steps=10", "measure_every=4"])
+    trained = train(engine, recipe, out=tmp_path / "run")  # it measures after 4, 8 and 10 steps
+    jax.tree.map(np.testing.assert_array_equal, trained.params, seen[best])
+    note = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert note == {"step": (4, 8, 10)[best], "held_out": lengths[best]}
+    assert not (tmp_path / "run" / "best").exists()
 
 
 @pytest.mark.exhaustive

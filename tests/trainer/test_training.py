@@ -29,7 +29,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, planned, random_engine, random_params, tiny_target
 from dflash_jax.trainer import data, drafter, evaluate, initial_weights, run, setup, training
 from dflash_jax.trainer.files import claim
-from dflash_jax.trainer.recipes import RECIPES, SMOKE, Bucket, Schedule, new_drafter
+from dflash_jax.trainer.recipes import RECIPES, SMOKE, Bucket, Schedule, new_drafter, recipe
 from dflash_jax.trainer.rows import TokenRows
 from dflash_jax.trainer.run import write_huggingface
 
@@ -89,6 +89,39 @@ def test_an_average_forgets_its_first_weights_and_then_decays_as_asked():
     ]
     np.testing.assert_allclose(kept, [0.1, 0.91, 0.995], rtol=1e-6)
     assert drafter.averaged(None, ones, 0.995, jnp.int32(0)) is None
+
+
+BUDGETED = dataclasses.replace(
+    SMOKE, budget=0.01, buckets=BUCKETS, schedule=Schedule(steps=50, rate=1e-2)
+)
+
+
+def test_a_budget_is_as_many_steps_as_fit_which_a_resumed_run_keeps(tmp_path):
+    lines: list[str] = []
+
+    def steps(out: Path, seconds: float, since: float | None = None) -> int:
+        out.mkdir(exist_ok=True)
+        limited = training.within_budget(BUDGETED, out, since, lambda: seconds, lines.append)
+        return limited.schedule.steps
+
+    assert steps(tmp_path / "a", 9.0) == 4  # of 36 s
+    assert steps(tmp_path / "a", 1.0) == 4
+    assert lines == ["4 of 50 steps fit in 36 s"]
+    assert steps(tmp_path / "b", 0.1) == 50
+    assert steps(tmp_path / "c", 9.0, since=time.monotonic() - 99) == 1  # a quarter is for steps
+
+
+@pytest.mark.exhaustive
+def test_a_run_with_a_budget_ends_after_the_steps_that_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(training.loop, "seconds_of_step", lambda *_: 9.0)
+    trained = training.fit(model(), BUDGETED, 96, rows(), tmp_path, identity="x", report=str)
+    assert trained.steps == len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
+
+
+def test_budgets_are_times():
+    assert [recipe("smoke", [f"budget={x}"]).budget for x in ("3h", "90min", "2")] == [3, 1.5, 2]
+    with pytest.raises(ConfigError, match="budget is 'soon'; expected a time like 3h or 90min"):
+        recipe("smoke", ["budget=soon"])
 
 
 @pytest.mark.soak
