@@ -34,9 +34,9 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument(
         "--preset",
-        default="tiny-cpu",
-        help="smoke (6 steps, to try it out); tiny-cpu (minutes; default), tiny-pair (as the"
-        " shipped drafter), tiny-dflash2 (its twin of the other kind), tiny-h200; smollm2;"
+        help="smoke (6 steps, to try it out); for the target tiny: tiny-cpu (minutes; default),"
+        " tiny-pair (as the shipped drafter), tiny-dflash2 (its twin of the other kind), tiny-h200;"
+        " for others: one-night (a small target on a processor; default), smollm2, smollm2-mixture,"
         " qwen3-8b",
     )
     command.add_argument(
@@ -114,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
     from dflash_jax.trainer.recipes import recipe
     from dflash_jax.trainer.training_hosts import ADVICE
 
+    options.preset = options.preset or ("tiny-cpu" if options.target == "tiny" else "one-night")
     if options.budget:
         options.settings.append(f"budget={options.budget}")
     chosen = recipe(options.preset, options.settings)

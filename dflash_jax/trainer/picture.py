@@ -10,13 +10,13 @@ import numpy as np
 
 WIDTH, HEIGHT = 440, 150  # of a curve with its title, in units of the picture
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 30, 24  # margins around a curve
-POINTS = 200  # of a line at most; each is a mean of steps
+POINTS = 60  # of a line at most; each is a mean of steps
 BARS = "▁▂▃▄▅▆▇█"
 TITLES = {
     "loss": "loss",
-    "simulated": "acceptance length at random places of the batch",
+    "simulated": "acceptance length at random places",
     "simulated_chained": "acceptance length where decoding would draft",
-    "held_out": "acceptance length of held-out prompts, with its 95 % interval",
+    "held_out": "acceptance length of held-out prompts",
 }
 STYLE = """\
 <style>

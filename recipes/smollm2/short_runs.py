@@ -52,6 +52,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "domino": ("kind=domino", *UNSHIFTED),
     "auf": ("weights=auf",),
     "vat": ("weights=vat", "decay=7"),
+    "kl": ("loss=kl",),
 }
 COMMON = ("steps=350", "rate=3.3e-4", "save_every=10")
 UNSEEN, HELD_OUT = SETS = ("unseen", "held out")

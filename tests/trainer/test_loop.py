@@ -108,7 +108,7 @@ def test_a_picture_has_a_curve_for_each_metric_of_a_run(tmp_path):
     fit(watched, start(), with_loss, report=lines.append)
     drawn = ElementTree.parse(tmp_path / "run.svg").getroot()
     ends = [line.get("points").split() for line in drawn.findall(".//{*}polyline")]
-    assert [len(points) for points in ends] == [180, 180, 9]  # loss, simulated, held out
+    assert [len(points) for points in ends] == [60, 60, 9]  # loss, simulated, held out
     assert len(list(drawn.findall(".//{*}polygon"))) == 1
     assert lines[0].startswith("900 steps of about 0.0")
     assert re.search(r"simulated \d\.\d+ [▁-█]{10,12}  ", lines[-1])
