@@ -48,7 +48,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "dflash2-wide": ("kind=dflash2", "rank=256"),
     "dspark": ("kind=dspark", *UNSHIFTED),
     "dspark-gated": ("kind=dspark", *UNSHIFTED, "markov_head=gated"),
-    "dspark-frozen": ("kind=dspark", *UNSHIFTED, "frozen_backbone=true"),
+    "dspark-frozen": ("kind=dspark", *UNSHIFTED, "frozen_backbone=true", "rate=3.3e-3"),
     "domino": ("kind=domino", *UNSHIFTED),
     "auf": ("weights=auf",),
     "vat": ("weights=vat", "decay=7"),
