@@ -35,7 +35,7 @@ from benchmarks.compile_for import __main__ as compile_for
 from benchmarks.compile_for import hosts
 from benchmarks.environment import write_result
 from benchmarks.llama_cpp import __main__ as llama_cpp
-from recipes.smollm2 import comparison
+from recipes.smollm2 import comparison, short_runs
 from recipes.smollm2.__main__ import DRAFTERS
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +86,11 @@ def shapes(drafters: Mapping[str, Any]) -> list[str]:
     return comparison.lines({"drafters": drafters}, DRAFTERS)
 
 
+def changes(runs: Mapping[str, Any]) -> list[str]:
+    """Return short runs with changes of the recipe, in Markdown."""
+    return short_runs.lines({"runs": runs})
+
+
 TABLES = {  # by the name of the result
     "acceptance": Table(
         acceptance_of_all_prompts, "tables", "python -m benchmarks.acceptance --target smollm2"
@@ -129,6 +134,12 @@ TABLES = {  # by the name of the result
     "rows_qwen": Table(rows.table, "figures", "python -m benchmarks.rows --target FILE.gguf"),
     "serving_qwen": Table(serving.table, "figures", SERVING, PREBUILT),
     "serving_smollm2": Table(serving.table, "figures", SERVING, PREBUILT),
+    "short_runs": Table(
+        changes,
+        "runs",
+        "python -m recipes.smollm2 RUN --preset smollm2-mixture --set anchors=16"
+        " short NAME --every 9",
+    ),
     "smollm2_shapes": Table(shapes, "drafters", "python -m recipes.smollm2 RUN compare"),
 }
 
