@@ -139,9 +139,10 @@ def fit(
     first, state = saved.newest(run.path, state, run.identity)
     group = distributed.current()
     if run.steps - first >= LONG:
-        seconds = seconds_of_step(advance, state, first)
-        whole = duration(seconds * (run.steps - first))
-        report(f"{run.steps - first:,} steps of about {seconds:.2f} s: {whole}")
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no memory for a second state
+            seconds = seconds_of_step(advance, state, first)
+            whole = duration(seconds * (run.steps - first))
+            report(f"{run.steps - first:,} steps of about {seconds:.2f} s: {whole}")
     window = MetricsWindow(run, first)
     with stop_flag() as flag:
         for step in range(first, run.steps):

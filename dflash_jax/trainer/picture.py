@@ -8,8 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-WIDTH, HEIGHT = 440, 150  # of a curve with its title, in units of the picture
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 30, 24  # margins around a curve
+WIDTH = 440  # of a curve with its title, in units of the picture
+HEIGHT = 150
+LEFT = 52  # margins around a curve
+RIGHT = 14
+TOP = 30
+BOTTOM = 24
 POINTS = 60  # of a line at most; each is a mean of steps
 BARS = "▁▂▃▄▅▆▇█"
 TITLES = {
@@ -57,8 +61,8 @@ def curve(lines: Lines, name: str, steps: int) -> Iterator[str]:
     bounded = all(bound in line for line in lines for bound in bounds)
     edges = [means(lines, bound)[1] for bound in bounds] if bounded else []
     every = np.concatenate([values, *edges])
-    low, high = float(every.min()), float(every.max())
-    spread = high - low or 1.0
+    low = float(every.min())
+    spread = float(every.max()) - low or 1.0
 
     def x(step: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * step / max(steps, 1)
@@ -98,6 +102,6 @@ def bars(log: Lines, name: str, width: int = 12) -> str:
     if len(lines) < 2:
         return ""
     _, values = means(lines, name, width)
-    low, high = values.min(), values.max()
-    heights = (values - low) / (high - low or 1.0) * (len(BARS) - 1)
+    spread = values.max() - values.min() or 1.0
+    heights = (values - values.min()) / spread * (len(BARS) - 1)
     return "".join(BARS[round(float(height))] for height in heights)

@@ -107,8 +107,7 @@ def hours(text: str) -> float:
     written = re.fullmatch(r"([\d.]+)\s*(h|min|)", text.strip().lower())
     if written is None:
         raise ValueError(text)
-    number, unit = written.groups()
-    return float(number) / (60 if unit == "min" else 1)
+    return float(written[1]) / (60 if written[2] == "min" else 1)
 
 
 def place_of_features(text: str) -> str:

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from dflash_jax.trainer.training import (
     cached_features,
     feature_store,
     fit,
+    left_for_steps,
     make_batches,
 )
 
@@ -147,9 +149,10 @@ def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Out
         mask = 0 if begun.config is None else begun.config.mask_token_id
         with explained_out_of_memory():
             watch, best = watched(begun)
+            limited = left_for_steps(recipe, time.monotonic() - begun.since)
             trained = fit(
-                model, recipe, mask, rows, out, identity=begun.identity, report=watch,
-                start=begun.own or begun.params, since=begun.since,
+                model, limited, mask, rows, out, identity=begun.identity, report=watch,
+                start=begun.own or begun.params,
             )  # fmt: skip
         if group.first:
             write_best(begun, trained, best)

@@ -120,11 +120,7 @@ def begin(
     group = distributed.current()
     if not group.first:
         return follow(target, out, recipe, report, start, group)
-    if recipe.frozen_backbone and not start:
-        raise ConfigError(
-            "frozen_backbone is true, but there is no drafter to go on from; give one (--from), or"
-            " frozen_backbone=false"
-        )
+    check_start(recipe, start)
     model = open_target(target, recipe)
     given_data = sources.load(source, recipe)
     examples = (*given_data.training, *given_data.held_out)
@@ -171,6 +167,15 @@ def begin(
     every = with_self_written(out, model, given_data, recipe, report)
     group.exchange("begun", about)
     return BegunRun(target, out, recipe, report, model, config, every, params, identity, own, since)
+
+
+def check_start(recipe: Recipe, start: Path | TrainedDrafter | None) -> None:
+    """Raise ConfigError if the recipe needs a drafter to go on from and there is none."""
+    if recipe.frozen_backbone and not start:
+        raise ConfigError(
+            "frozen_backbone is true, but there is no drafter to go on from; give one (--from), or"
+            " frozen_backbone=false"
+        )
 
 
 def check_own(own: TrainedDrafter, model: TargetModel, recipe: Recipe, mask_id: int | None) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -208,7 +207,6 @@ def fit(
     identity: str,
     report: Report,
     start: dict[str, Any] | TrainedDrafter | None = None,
-    since: float | None = None,
 ) -> Fitted:
     """Train a drafter on rows; state, log and feature cache are kept in `out`.
 
@@ -220,7 +218,6 @@ def fit(
       identity: see `loop.TrainingRun`.
       report: called with progress lines.
       start: initial parameters, or a module of one's own, which has no mask; fresh by default.
-      since: time (`time.monotonic`) from which the recipe's budget counts; now by default.
 
     Raises:
       ConfigError: no block can start in the rows, or devices are missing.
@@ -241,32 +238,10 @@ def fit(
     group.agree("the digest of all weights", digest((first, model.params, fixed), group))
     frozen = place.frozen(model) | place.replicated(fixed)
 
-    def prepared(recipe: Recipe) -> tuple[TrainState, Callable[[TrainState, int], Any]]:
-        """Return the first state and the function that makes a step."""
-        maker = maker_of(recipe, own=own is not None)
-        average = jax.tree.map(jnp.copy, first) if recipe.average else None
-        begun = TrainState(params=first, optimizer=maker.init(first), average=average)
-        state = place.split(begun, pair)
-        after = jax.tree.map(lambda x: x.sharding, state), place.everywhere
-        step = drafter.step(pair, recipe, maker)
-        program = jit(step, donate=(0,), static_argnums=(5,), out_shardings=after)
-
-        def advance(state: TrainState, number: int) -> Any:
-            i, chosen = batches.chosen(number)
-            batch = batches.rows[i]
-            chosen = np.split(chosen, group.size)[group.index]
-            inputs = (batch.tokens[chosen], batch.wanted[chosen])
-            cached = cache.at(i, chosen) if cache else None
-            inputs, cached = place.by_row((inputs, cached))
-            return program(state, frozen, inputs, cached, np.int32(number), counts[i])
-
-        return state, advance
-
-    state, advance = prepared(recipe)
+    steps = Steps(pair, place, batches, cache, counts, first, frozen)
     if recipe.budget:
-        seconds = functools.partial(loop.seconds_of_step, advance, state, 0)
-        recipe = within_budget(recipe, out, since, seconds, report)
-        state, advance = prepared(recipe)
+        recipe = within_budget(recipe, out, lambda: steps.seconds(recipe), report)
+    state, advance = steps.begin(recipe)
     run = loop.TrainingRun(
         path=out / "state",
         steps=recipe.schedule.steps,
@@ -283,13 +258,12 @@ def fit(
 
 
 def within_budget(
-    recipe: Recipe, out: Path, since: float | None, seconds: Callable[[], float], report: Report
+    recipe: Recipe, out: Path, seconds: Callable[[], float], report: Report
 ) -> Recipe:
     """Return the recipe with as many steps as fit in its budget, decided once into `STEPS`.
 
     Args:
-      since: see `fit`.
-      seconds: returns the time of a step.
+      seconds: returns the time of a step; all hosts call it.
     """
     group = distributed.current()
     path = out / STEPS
@@ -300,16 +274,25 @@ def within_budget(
     steps = group.exchange("the decided steps", decided)[0]
     if not steps:
         each = group.exchange("the time of a step", seconds())[0]
-        passed = time.monotonic() - since if since is not None else 0.0
-        left = 3600 * max(recipe.budget - passed / 3600, recipe.budget * LEAST_SHARE)
-        fitting = group.exchange("steps", max(int(left / each), 1))[0]
+        fitting = max(int(3600 * recipe.budget / each), 1)
         steps = min(fitting, recipe.schedule.steps)
-        report(f"{steps:,} of {recipe.schedule.steps:,} steps fit in {duration(left)}")
+        in_time = f"{duration(3600 * recipe.budget)}, {each:.2f} s each"
+        report(f"{steps:,} of {recipe.schedule.steps:,} steps fit in {in_time}")
         if group.first:
             with saved_as(path) as partial:
                 write_json(partial, {"steps": steps, "seconds": round(each, 4)})
     schedule = dataclasses.replace(recipe.schedule, steps=steps)
     return dataclasses.replace(recipe, schedule=schedule)
+
+
+def left_for_steps(recipe: Recipe, passed: float) -> Recipe:
+    """Return the recipe with the budget that is left, at least `LEAST_SHARE` of it.
+
+    Args:
+      passed: seconds that have passed of the run.
+    """
+    left = max(recipe.budget - passed / 3600, recipe.budget * LEAST_SHARE)
+    return dataclasses.replace(recipe, budget=left)
 
 
 def described(batches: Batches, number: int) -> str:
@@ -462,6 +445,52 @@ class Placement:
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
         return jax.tree.map(put, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What the steps of a run read, whatever its schedule.
+
+    Attributes:
+      counts: anchors in a row of each bucket.
+      first: the drafter's parameters before the first step.
+      frozen: parameters that are not trained (see `drafter.sums`).
+    """
+
+    pair: Pair
+    place: Placement
+    batches: Batches
+    cache: features.FeatureCache | features.FeatureReader | None
+    counts: Sequence[int]
+    first: dict[str, Any]
+    frozen: dict[str, Any]
+
+    def begin(self, recipe: Recipe) -> tuple[TrainState, Callable[[TrainState, int], Any]]:
+        """Return the state before the first step, and the function that makes a step."""
+        maker = maker_of(recipe, own=own_modules.is_own(self.pair.drafter))
+        average = jax.tree.map(jnp.copy, self.first) if recipe.average else None
+        begun = TrainState(params=self.first, optimizer=maker.init(self.first), average=average)
+        state = self.place.split(begun, self.pair)
+        after = jax.tree.map(lambda x: x.sharding, state), self.place.everywhere
+        step = drafter.step(self.pair, recipe, maker)
+        program = jit(step, donate=(0,), static_argnums=(5,), out_shardings=after)
+        group = distributed.current()
+
+        def advance(state: TrainState, number: int) -> Any:
+            i, chosen = self.batches.chosen(number)
+            batch = self.batches.rows[i]
+            chosen = np.split(chosen, group.size)[group.index]
+            inputs = (batch.tokens[chosen], batch.wanted[chosen])
+            cached = self.cache.at(i, chosen) if self.cache else None
+            inputs, cached = self.place.by_row((inputs, cached))
+            return program(state, self.frozen, inputs, cached, np.int32(number), self.counts[i])
+
+        return state, advance
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Return the time of a step."""
+        state, advance = self.begin(recipe)
+        return loop.seconds_of_step(advance, state, 0)
 
 
 def digest(tree: Any, group: distributed.Group) -> str:

@@ -99,16 +99,17 @@ BUDGETED = dataclasses.replace(
 def test_a_budget_is_as_many_steps_as_fit_which_a_resumed_run_keeps(tmp_path):
     lines: list[str] = []
 
-    def steps(out: Path, seconds: float, since: float | None = None) -> int:
+    def steps(out: Path, seconds: float, passed: float = 0.0) -> int:
         out.mkdir(exist_ok=True)
-        limited = training.within_budget(BUDGETED, out, since, lambda: seconds, lines.append)
-        return limited.schedule.steps
+        left = training.left_for_steps(BUDGETED, passed)
+        return training.within_budget(left, out, lambda: seconds, lines.append).schedule.steps
 
     assert steps(tmp_path / "a", 9.0) == 4  # of 36 s
     assert steps(tmp_path / "a", 1.0) == 4
-    assert lines == ["4 of 50 steps fit in 36 s"]
+    assert lines == ["4 of 50 steps fit in 36 s, 9.00 s each"]
     assert steps(tmp_path / "b", 0.1) == 50
-    assert steps(tmp_path / "c", 9.0, since=time.monotonic() - 99) == 1  # a quarter is for steps
+    assert steps(tmp_path / "c", 9.0, passed=9.0) == 3
+    assert steps(tmp_path / "d", 9.0, passed=99.0) == 1  # a quarter is for steps
 
 
 @pytest.mark.exhaustive
