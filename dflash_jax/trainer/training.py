@@ -273,9 +273,9 @@ def within_budget(
             decided = int(json.loads(path.read_text(encoding="utf-8"))["steps"])
     steps = group.exchange("the decided steps", decided)[0]
     if not steps:
-        each = group.exchange("the time of a step", seconds())[0]
+        each = seconds()
         fitting = max(int(3600 * recipe.budget / each), 1)
-        steps = min(fitting, recipe.schedule.steps)
+        steps = group.exchange("the steps", min(fitting, recipe.schedule.steps))[0]
         in_time = f"{duration(3600 * recipe.budget)}, {each:.2f} s each"
         report(f"{steps:,} of {recipe.schedule.steps:,} steps fit in {in_time}")
         if group.first:

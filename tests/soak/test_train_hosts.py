@@ -217,3 +217,13 @@ def test_a_host_killed_before_the_first_step_ends_the_other(folder: Path, victim
     said = errors(out, 1 - victim).read_text().splitlines()[-1]
     assert f"HostError: host {victim} is gone" in said
     assert not (out / "state").exists()
+
+
+def test_a_budget_gives_all_hosts_the_steps_of_host_0(folder: Path) -> None:
+    out = folder / "budget"
+    settings = ("--set", "steps=4000", "--budget", "0.1min")
+    err = errors(out, 0)
+    assert start(command(out, "--hosts", "2", *settings), err).wait(300) == 0, err.read_text()
+    steps = json.loads((out / "steps.json").read_text())["steps"]
+    assert 1 <= steps < 4000
+    assert len((out / "log.jsonl").read_text().splitlines()) == steps
