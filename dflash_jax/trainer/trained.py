@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash_jax import checkpoint
 from dflash_jax.config import DrafterConfig, paired
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.families import drafter_kinds
 from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import by_path, cast_params, path_name
 from dflash_jax.graph.steps.pair import Params, StepOptions
@@ -76,7 +78,8 @@ class TrainedDrafter:
 
         Args:
           layout: "huggingface", as z-lab publishes drafters, or "speculators"; by default the
-            second for a drafter with a vocabulary of its own, which the first cannot hold.
+            second for a drafter with a vocabulary of its own, which the first cannot hold. DFlash 2
+            with such a vocabulary has neither, and is written as a checkpoint that `dj.load` reads.
           overwrite: replace an existing folder.
 
         Raises:
@@ -165,10 +168,18 @@ def write_drafter(
     layout: str = "",
     overwrite: bool = True,
 ) -> None:
-    """Write a drafter as `write_weights` does."""
+    """Write a drafter as `write_weights` does, or as a checkpoint of ours if it has no other form.
+
+    That is a kind which the layout of speculators does not have, with a reduced vocabulary.
+    """
     from dflash_jax.converters import export
     from dflash_jax.converters.tree_source import TreeSource
 
+    kind = drafter_kinds()[config.kind]
+    if not layout and config.draft_vocab_size and kind.speculator is None:
+        with new_path(path, overwrite=overwrite) as place:
+            checkpoint.write(place, config, cast_params(params, "bfloat16"), {})
+        return
     weights = export.Weights(config, TreeSource(params, config))
     write_weights(path, weights, layout=layout, overwrite=overwrite)
 

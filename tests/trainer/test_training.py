@@ -375,6 +375,20 @@ def test_a_drafter_comes_back_from_its_folder_as_it_was_trained(kind, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, back, rounded)
 
 
+def test_a_drafter_that_no_published_form_holds_comes_back_from_a_checkpoint(tmp_path):
+    recipe = dataclasses.replace(RECIPE, kind="dflash2", draft_vocab=40)
+    config = new_drafter(recipe, tiny_target(num_layers=2), 96)
+    params = random_params(build_pair(tiny_target(num_layers=2), config))["drafter"]
+    for _ in range(2):  # the second one replaces the first
+        run.write_drafter(tmp_path / "drafter", config, params)
+    stored = open_model(tmp_path / "drafter", role="drafter")
+    assert stored.config == config
+    rounded = jax.tree.map(
+        lambda x: x.astype("bfloat16").astype(x.dtype) if x.dtype == "float32" else x, params
+    )
+    jax.tree.map(np.testing.assert_array_equal, stored.load("float32"), rounded)
+
+
 @pytest.mark.soak
 def test_a_command_killed_again_and_again_ends_with_the_same_bytes(tmp_path):
     target = tiny_target(num_layers=2)
