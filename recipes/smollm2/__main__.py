@@ -107,6 +107,10 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--start", type=Path, default=FOLDER / "drafter", help=text)
             text = "conversations of each category that are answered"
             command.add_argument("--count", type=int, default=10, help=text)
+            text = (
+                "the first round whose rows are learnt: 3 for the text that no drafter has learnt"
+            )
+            command.add_argument("--first-round", type=int, default=0, metavar="N", help=text)
             text = "train on every N-th row only, so that the target's pass over them is short"
             command.add_argument("--every", type=int, default=1, metavar="N", help=text)
         if function is ship:
@@ -192,6 +196,8 @@ def short(options: argparse.Namespace) -> None:
     """Train the named drafter, answer the prompts, and write the table of all runs."""
     if options.every < 1:
         raise ConfigError(f"--every is {options.every}; expected at least 1")
+    if options.first_round < 0:
+        raise ConfigError(f"--first-round is {options.first_round}; expected at least 0")
     runs = short_runs.ShortRuns(
         folder=options.run,
         target=options.target,
@@ -212,16 +218,17 @@ def short(options: argparse.Namespace) -> None:
 
 
 def unpacked_rounds(options: argparse.Namespace) -> Iterator[Recipe]:
-    """Yield the recipe of each round whose data are there or shipped, from the first on.
+    """Yield the recipe of each round whose data are there or shipped, from the chosen one on.
 
     Raises:
       ConfigError: there is none.
     """
-    for seed in itertools.count():
+    first = options.first_round
+    for seed in itertools.count(first):
         chosen = recipe(options.preset, [*of_data(options), *options.settings, f"seed={seed}"])
-        folder = options.run / f"data-{seed}"
+        folder = short_runs.data_folder(options.run, chosen)
         if not folder.exists():
-            if seed and not (ARCHIVES / archive_name(chosen)).is_file():
+            if seed > first and not (ARCHIVES / archive_name(chosen)).is_file():
                 return
             unpack(ARCHIVES / archive_name(chosen), folder)
         yield chosen

@@ -1,6 +1,6 @@
 """Short runs: changes of the recipe, each compared with a control by the same prompts.
 
-Every run goes on from one drafter for as many steps on the rows of all shipped rounds, at a third
+Every run goes on from one drafter for as many steps on the rows of some shipped rounds, at a third
 of the preset's rate, and decodes the same prompts; `control` changes nothing else. A folder holds
 
     data-N/      turns, answers and rows of round N, from its archive
@@ -76,7 +76,7 @@ class ShortRuns:
     Attributes:
       target: a source that `dflash_jax.load_target` opens.
       start: folder of the drafter that all runs go on from.
-      rounds: the recipe of the data in each folder data-N.
+      rounds: the recipe of the data in each folder data-N, where N is its seed.
       count: conversations of each category.
       every: distance of the rows that are trained on; 1 for all.
     """
@@ -89,13 +89,13 @@ class ShortRuns:
     report: Report
     every: int = 1
 
-    def data(self, number: int) -> Path:
+    def data(self, of: Recipe) -> Path:
         """Return the folder of a round's data."""
-        return self.folder / f"data-{number}"
+        return data_folder(self.folder, of)
 
     def rows(self) -> list[TokenRows]:
         """Return the rows of all rounds, by bucket."""
-        rounds = [load(self.data(i) / setup.ROWS) for i in range(len(self.rounds))]
+        rounds = [load(self.data(of) / setup.ROWS) for of in self.rounds]
         return [joined(parts, self.every) for parts in zip(*rounds, strict=True)]
 
     def train(self, out: Path, chosen: Recipe) -> None:
@@ -152,7 +152,8 @@ class ShortRuns:
           ConfigError: they were made for another target, other rounds or another count.
         """
         path = self.folder / "cases" / "cases.json"
-        about = {"target": self.target, "rounds": len(self.rounds), "count": self.count}
+        seeds = [of.seed for of in self.rounds]
+        about = {"target": self.target, "rounds": seeds, "count": self.count}
         if not path.is_file():
             chosen = self.rounds[-1]
             begun = setup.begin(
@@ -161,7 +162,7 @@ class ShortRuns:
                 path.parent,
                 chosen,
                 report=self.report,
-                data_of=self.data(len(self.rounds) - 1),
+                data_of=self.data(chosen),
             )
             asked, _ = begun.held_out()
             engine = dj.load(self.target, None, plan=self.plan(chosen, block=0))
@@ -250,6 +251,11 @@ class ShortRuns:
             if log and metric in log[0]:
                 row[metric] = round(float(np.mean([line[metric] for line in last])), 3)
         return row
+
+
+def data_folder(folder: Path, of: Recipe) -> Path:
+    """Return where the data of a round are in a folder of short runs."""
+    return folder / f"data-{of.seed}"
 
 
 def joined(parts: Sequence[TokenRows], every: int = 1) -> TokenRows:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from dflash_jax.converters.models import open_model
+from dflash_jax.errors import ConfigError
 from dflash_jax.testing import tiny_target
 from dflash_jax.trainer.recipes import new_drafter, recipe
 from dflash_jax.trainer.rows import TokenRows
 from dflash_jax.trainer.setup import read_start
 from recipes.smollm2 import short_runs
-from recipes.smollm2.__main__ import FOLDER, main
+from recipes.smollm2.__main__ import FOLDER, main, parser, unpacked_rounds
 
 COMMON = ["--target", "tiny", "--preset", "smoke", "--turns", "60"]
 SETTINGS = ["turn_tokens=48", "held_out=4", "taps=1,3", "turn_scripts=any", "steps=6"]
@@ -67,6 +68,16 @@ def test_lines_that_a_killed_process_began_do_not_count(tmp_path: Path) -> None:
     assert short_runs.read_lines(path) == []
     path.write_text('{"rounds": [1]}\n{"rounds": [2', encoding="utf-8")
     assert short_runs.read_lines(path) == [{"rounds": [1]}]
+
+
+def test_rounds_are_those_there_are_from_the_chosen_one_on(tmp_path: Path) -> None:
+    for seed in (1, 2, 4):
+        (tmp_path / f"data-{seed}").mkdir()
+    options = parser().parse_args([str(tmp_path), *COMMON, "short", "control", "--first-round=1"])
+    assert [chosen.seed for chosen in unpacked_rounds(options)] == [1, 2]
+    options.first_round = 3
+    with pytest.raises(ConfigError, match=r"there is no smoke-3\.tar\.xz"):
+        list(unpacked_rounds(options))
 
 
 @pytest.mark.parametrize("name", short_runs.SHORT)
