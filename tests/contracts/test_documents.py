@@ -62,7 +62,7 @@ def test_flags_that_documents_name_exist() -> None:
     known = {
         flag for command in commands.choices.values() for flag in command._option_string_actions
     }
-    for program in (ROOT / "benchmarks").rglob("*.py"):
+    for program in (*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")):
         known |= set(re.findall(r'"(--[a-z][a-z-]*)"', program.read_text(encoding="utf-8")))
     pages = "".join(text for page, text in DOCUMENTS.items() if page != OF_AGENTS)
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]\b(?!-)", pages))
