@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
     from dflash_jax.trainer.recipes import recipe
     from dflash_jax.trainer.training_hosts import ADVICE
 
-    options.preset = options.preset or ("tiny-cpu" if options.target == "tiny" else "one-night")
+    options.preset = options.preset or default_preset(options.target)
     if options.budget:
         options.settings.append(f"budget={options.budget}")
     chosen = recipe(options.preset, options.settings)
@@ -145,6 +145,11 @@ def run(options: argparse.Namespace) -> int:
             print(f"{kind}: {summary(row)}")
     print(f"written to {trained.drafter}, its curves to {picture}")
     return 0
+
+
+def default_preset(target: str) -> str:
+    """Return the preset for a target where none is given."""
+    return "tiny-cpu" if target == "tiny" else "one-night"
 
 
 def train(options: argparse.Namespace, recipe: Any) -> Any:

@@ -17,6 +17,7 @@ import dflash_jax as dj
 from benchmarks import documents, pictures
 from dflash_jax import loading
 from dflash_jax.cli import main, parser
+from dflash_jax.cli.train import default_preset
 from dflash_jax.engine.engine import Engine
 from dflash_jax.ray import given_options, scaling_options
 from dflash_jax.server.run import ServerConfig
@@ -213,7 +214,7 @@ def check_command(program: str, *words: str) -> None:
     else:
         options = parser().parse_args(words)
         if words[0] == "train":
-            recipe(options.preset, options.settings)
+            recipe(options.preset or default_preset(options.target), options.settings)
 
 
 @pytest.mark.parametrize("text", named(CONFIGS))
